@@ -1,0 +1,37 @@
+"""omlxd keeps the KV cache of local language models: hot in shared memory, spilled to the SSD.
+
+Engines use `connect()`:
+
+    import omlxd
+    cache = omlxd.connect()
+    space = cache.namespace(model="org/name", fingerprint="...", block_tokens=64, layout=layout)
+
+Names are looked up when they are first used, so `import omlxd` alone costs an engine next to
+nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from omlxd.client import Client, Unavailable, connect
+
+__version__ = "0.1.0"
+
+__all__ = ["Client", "Unavailable", "__version__", "connect"]
+
+_HOME = {"Client": "omlxd.client", "Unavailable": "omlxd.client", "connect": "omlxd.client"}
+
+
+def __getattr__(name: str) -> object:
+    try:
+        home = _HOME[name]
+    except KeyError:
+        raise AttributeError(f"module 'omlxd' has no attribute {name!r}") from None
+    return getattr(import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})
