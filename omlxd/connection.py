@@ -1,0 +1,178 @@
+"""A connected unix socket on an event loop: bytes out with back-pressure, descriptors beside them, bytes in.
+
+asyncio's streams can't send descriptors, so the daemon and the asyncio client use this instead. It needs nothing but
+``add_reader``/``add_writer`` and works under asyncio and uvloop alike.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+
+READ_BYTES = 256 << 10
+MAX_FDS = 64
+_FD_SPACE = socket.CMSG_SPACE(MAX_FDS * array("i").itemsize)
+
+
+def receive(sock: socket.socket, size: int = READ_BYTES) -> tuple[bytes, list[int]]:
+    """Bytes and descriptors that are there to be read (``b""``: the peer has closed). May raise OSError.
+
+    Descriptors come close-on-exec. A peer that sends more than ``MAX_FDS`` in one go is cut off by OSError.
+    """
+    flags = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+    data, ancillary, msg_flags, _ = sock.recvmsg(size, _FD_SPACE, flags)
+    fds = array("i")
+    for level, kind, payload in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+    received = list(fds)
+    if not flags:
+        for fd in received:
+            os.set_inheritable(fd, False)
+    if msg_flags & socket.MSG_CTRUNC:
+        raise OSError(f"descriptors were lost: the peer sent more than {MAX_FDS} at once, or this process has none left")
+    return data, received
+
+
+def send_with_fds(sock: socket.socket, data: bytes | memoryview, fds: Sequence[int]) -> int:
+    """Send some of ``data`` with ``fds`` attached to its first byte; how many bytes went."""
+    if not fds:
+        return sock.send(data)
+    return sock.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))])
+
+
+class Connection:
+    """One peer.
+
+    ``on_data(data, fds)`` is called for what arrives, ``on_close(reason)`` once at the end, both on the loop's thread.
+    What can't be sent at once is queued up to ``max_queued`` bytes; a peer that reads slower than that is cut off, so a
+    sleeping client can't eat the daemon's memory.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        loop: asyncio.AbstractEventLoop,
+        on_data: Callable[[bytes, list[int]], None],
+        on_close: Callable[[str], None],
+        max_queued: int = 128 << 20,
+    ) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+        self._fd = sock.fileno()
+        self._loop = loop
+        self._on_data = on_data
+        self._on_close = on_close
+        self._queue: deque[tuple[memoryview, tuple[int, ...]]] = deque()
+        self._queued = 0
+        self._max_queued = max_queued
+        self._reading = True
+        self._closing = False
+        self.closed = False
+        loop.add_reader(self._fd, self._readable)
+
+    @property
+    def queued(self) -> int:
+        """Bytes that wait to be sent."""
+        return self._queued
+
+    @property
+    def sock(self) -> socket.socket:
+        """The socket (for peer credentials)."""
+        return self._sock
+
+    def pause_reading(self) -> None:
+        """Stop taking data, so that the peer feels the back-pressure."""
+        if self._reading and not self.closed:
+            self._reading = False
+            self._loop.remove_reader(self._fd)
+
+    def resume_reading(self) -> None:
+        """Undo :meth:`pause_reading`."""
+        if not self._reading and not self.closed and not self._closing:
+            self._reading = True
+            self._loop.add_reader(self._fd, self._readable)
+
+    def send(self, data: bytes, fds: Sequence[int] = ()) -> None:
+        """Send a frame, now or as soon as the peer takes it. ``fds`` must stay open until it is sent or closed."""
+        if self.closed or self._closing:
+            return
+        view = memoryview(data)
+        attached = tuple(fds)
+        if not self._queue:
+            try:
+                sent = send_with_fds(self._sock, view, attached)
+            except (BlockingIOError, InterruptedError):
+                sent = 0
+            except OSError as error:
+                self.close(f"send failed: {error}")
+                return
+            if sent == len(view):
+                return
+            if sent:
+                view, attached = view[sent:], ()
+            self._loop.add_writer(self._fd, self._writable)
+        self._queue.append((view, attached))
+        self._queued += len(view)
+        if self._queued > self._max_queued:
+            self.close(f"the peer leaves {self._queued} bytes unread; at most {self._max_queued} are kept for it")
+
+    def finish(self, data: bytes, reason: str) -> None:
+        """Send a last frame, then close."""
+        self.send(data)
+        self._closing = True
+        if not self._queue:
+            self.close(reason)
+        elif self._reading:
+            self._reading = False
+            self._loop.remove_reader(self._fd)
+
+    def close(self, reason: str) -> None:
+        """Close at once; what was queued is dropped."""
+        if self.closed:
+            return
+        self.closed = True
+        if self._reading:
+            self._loop.remove_reader(self._fd)
+        if self._queue:
+            self._loop.remove_writer(self._fd)
+        self._queue.clear()
+        self._queued = 0
+        self._sock.close()
+        self._on_close(reason)
+
+    def _readable(self) -> None:
+        try:
+            data, fds = receive(self._sock)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            self.close(f"receive failed: {error}")
+            return
+        if not data:
+            self.close("closed by the peer")
+            return
+        self._on_data(data, fds)
+
+    def _writable(self) -> None:
+        while self._queue:
+            view, fds = self._queue[0]
+            try:
+                sent = send_with_fds(self._sock, view, fds)
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as error:
+                self.close(f"send failed: {error}")
+                return
+            self._queued -= sent
+            if sent < len(view):
+                self._queue[0] = (view[sent:], ())
+                return
+            self._queue.popleft()
+        self._loop.remove_writer(self._fd)
+        if self._closing:
+            self.close("finished")
