@@ -60,16 +60,12 @@ class BlockMeta:
         if len(self.key) != KEY_BYTES:
             raise ValueError(f"a block key has {KEY_BYTES} bytes, this one has {len(self.key)}")
         if len(self.namespace) != HASH_BYTES:
-            raise ValueError(
-                f"a namespace id has {HASH_BYTES} bytes, this one has {len(self.namespace)}"
-            )
+            raise ValueError(f"a namespace id has {HASH_BYTES} bytes, this one has {len(self.namespace)}")
         if self.nbytes < 0:
             raise ValueError(f"a payload of {self.nbytes} bytes: it cannot be negative")
         if self.position < 0:
             raise ValueError(f"chain position {self.position}: the head is 0")
         if self.parent is not None and len(self.parent) != KEY_BYTES:
-            raise ValueError(
-                f"a parent's key has {KEY_BYTES} bytes, this one has {len(self.parent)}"
-            )
+            raise ValueError(f"a parent's key has {KEY_BYTES} bytes, this one has {len(self.parent)}")
         if self.parent is not None and self.position == 0:
             raise ValueError("position 0 with a parent: the head of a chain has none")
