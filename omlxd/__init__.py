@@ -16,13 +16,43 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from omlxd.client import Client, Unavailable, connect
+    from omlxd.client import Cache, Lease, Space, connect
+    from omlxd.errors import LeaseEnded, OmlxdError, Refused, Unavailable
+    from omlxd.results import Hit, StoreResult
+    from omlxd.storage.layout import Layout, TensorSpec
 
 __version__ = "0.1.0"
 
-__all__ = ["Client", "Unavailable", "__version__", "connect"]
+_HOME = {
+    "Cache": "omlxd.client",
+    "Hit": "omlxd.results",
+    "Layout": "omlxd.storage.layout",
+    "Lease": "omlxd.client",
+    "LeaseEnded": "omlxd.errors",
+    "OmlxdError": "omlxd.errors",
+    "Refused": "omlxd.errors",
+    "Space": "omlxd.client",
+    "StoreResult": "omlxd.results",
+    "TensorSpec": "omlxd.storage.layout",
+    "Unavailable": "omlxd.errors",
+    "connect": "omlxd.client",
+}
 
-_HOME = {"Client": "omlxd.client", "Unavailable": "omlxd.client", "connect": "omlxd.client"}
+__all__ = [
+    "Cache",
+    "Hit",
+    "Layout",
+    "Lease",
+    "LeaseEnded",
+    "OmlxdError",
+    "Refused",
+    "Space",
+    "StoreResult",
+    "TensorSpec",
+    "Unavailable",
+    "__version__",
+    "connect",
+]
 
 
 def __getattr__(name: str) -> object:

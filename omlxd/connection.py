@@ -18,13 +18,15 @@ MAX_FDS = 64
 _FD_SPACE = socket.CMSG_SPACE(MAX_FDS * array("i").itemsize)
 
 
-def receive(sock: socket.socket, size: int = READ_BYTES) -> tuple[bytes, list[int]]:
-    """Bytes and descriptors that are there to be read (``b""``: the peer has closed). May raise OSError.
+def receive_into(sock: socket.socket, buffer: bytearray) -> tuple[int, list[int]]:
+    """Fill ``buffer`` with what is there to be read: how many bytes (0: the peer has closed), and which descriptors.
 
-    Descriptors come close-on-exec. A peer that sends more than ``MAX_FDS`` in one go is cut off by OSError.
+    Descriptors come close-on-exec. Raises OSError, also when the peer sent more than ``MAX_FDS`` at once.
     """
     flags = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
-    data, ancillary, msg_flags, _ = sock.recvmsg(size, _FD_SPACE, flags)
+    count, ancillary, msg_flags, _ = sock.recvmsg_into([buffer], _FD_SPACE, flags)
+    if not ancillary:
+        return count, []
     fds = array("i")
     for level, kind, payload in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
@@ -34,8 +36,10 @@ def receive(sock: socket.socket, size: int = READ_BYTES) -> tuple[bytes, list[in
         for fd in received:
             os.set_inheritable(fd, False)
     if msg_flags & socket.MSG_CTRUNC:
+        for fd in received:
+            os.close(fd)
         raise OSError(f"descriptors were lost: the peer sent more than {MAX_FDS} at once, or this process has none left")
-    return data, received
+    return count, received
 
 
 def send_with_fds(sock: socket.socket, data: bytes | memoryview, fds: Sequence[int]) -> int:
@@ -48,7 +52,8 @@ def send_with_fds(sock: socket.socket, data: bytes | memoryview, fds: Sequence[i
 class Connection:
     """One peer.
 
-    ``on_data(data, fds)`` is called for what arrives, ``on_close(reason)`` once at the end, both on the loop's thread.
+    ``on_data(data, fds)`` is called for what arrives (``data`` is only valid during the call), ``on_close(reason)`` once at
+    the end, both on the loop's thread.
     What can't be sent at once is queued up to ``max_queued`` bytes; a peer that reads slower than that is cut off, so a
     sleeping client can't eat the daemon's memory.
     """
@@ -57,7 +62,7 @@ class Connection:
         self,
         sock: socket.socket,
         loop: asyncio.AbstractEventLoop,
-        on_data: Callable[[bytes, list[int]], None],
+        on_data: Callable[[memoryview, list[int]], None],
         on_close: Callable[[str], None],
         max_queued: int = 128 << 20,
     ) -> None:
@@ -70,6 +75,7 @@ class Connection:
         self._queue: deque[tuple[memoryview, tuple[int, ...]]] = deque()
         self._queued = 0
         self._max_queued = max_queued
+        self._buffer = bytearray(READ_BYTES)
         self._reading = True
         self._closing = False
         self.closed = False
@@ -147,16 +153,16 @@ class Connection:
 
     def _readable(self) -> None:
         try:
-            data, fds = receive(self._sock)
+            count, fds = receive_into(self._sock, self._buffer)
         except (BlockingIOError, InterruptedError):
             return
         except OSError as error:
             self.close(f"receive failed: {error}")
             return
-        if not data:
+        if not count:
             self.close("closed by the peer")
             return
-        self._on_data(data, fds)
+        self._on_data(memoryview(self._buffer)[:count], fds)
 
     def _writable(self) -> None:
         while self._queue:

@@ -1,0 +1,417 @@
+"""The blocking client: ``omlxd.connect()``.
+
+Thread-safe: any number of threads may use one :class:`Cache`. It connects again by itself when the daemon has been
+restarted; while there is none, every call raises :class:`~omlxd.errors.Unavailable` at once and a new attempt is made
+only after a back-off, so an engine without a daemon loses no time.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, TypeVar
+
+from omlxd import operations
+from omlxd.errors import Refused, Unavailable
+from omlxd.leases import LeaseCore, LoadedBlock
+from omlxd.link import CALL_SECONDS, Call, Link
+from omlxd.operations import GRACE_SECONDS, Operation, SpaceCore
+from omlxd.paths import socket_path
+from omlxd.protocol import Message, RequestError
+from omlxd.results import Hit, StoreResult
+from omlxd.storage.chain import Namespace
+from omlxd.storage.layout import Layout
+
+if TYPE_CHECKING:
+    from omlxd.operations import Payload
+
+__all__ = ["Cache", "Lease", "Refused", "Space", "Unavailable", "connect"]
+
+T = TypeVar("T")
+
+FIRST_BACKOFF_SECONDS = 0.05
+LAST_BACKOFF_SECONDS = 5.0
+DEFAULT_LOAD_SECONDS = 30.0
+DEFAULT_STORE_SECONDS = 10.0
+
+
+def connect(socket: str | os.PathLike[str] | None = None, *, name: str = "", timeout: float = CALL_SECONDS) -> Cache:
+    """Connect to the daemon at ``socket`` (default: ``$OMLXD_SOCKET``, else the user's default path).
+
+    ``name`` is what ``omlxd status`` calls this client; ``timeout`` (seconds) is how long an answer that needs no disk
+    may take before the daemon counts as gone.
+
+    Raises:
+        Unavailable: at once, when no daemon is there.
+        Refused: the daemon speaks no version that this client speaks.
+    """
+    return Cache(os.fspath(socket) if socket is not None else str(socket_path()), name=name, timeout=timeout)
+
+
+class Cache:
+    """A daemon, as a client has it."""
+
+    def __init__(self, path: str, *, name: str = "", timeout: float = CALL_SECONDS) -> None:
+        self.path = path
+        self._name = name or f"pid {os.getpid()}"
+        self._timeout = timeout
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._backoff = 0.0
+        self._not_before = 0.0
+        self._why = ""
+        self._closed = False
+        self._link: Link | None = self._open()
+
+    def __enter__(self) -> Cache:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        link = self._link
+        state = "not connected" if link is None or link.dead else f"daemon pid {link.limits.pid}"
+        return f"<omlxd.Cache {self.path}: {state}>"
+
+    @property
+    def boot(self) -> str:
+        """The id of the daemon's run that this client is connected to; another one after each restart."""
+        return self._current().limits.boot
+
+    def close(self) -> None:
+        """Disconnect; the daemon releases what this client held."""
+        with self._lock:
+            self._closed = True
+            if self._link is not None:
+                self._link.close()
+                self._link = None
+
+    def namespace(
+        self,
+        *,
+        model: str,
+        fingerprint: str,
+        block_tokens: int = 64,
+        layout: Layout | None = None,
+        salt: str | bytes | None = None,
+    ) -> Space:
+        """The namespace of one model in one configuration; made when it does not exist yet.
+
+        ``fingerprint`` stands for the weights, ``layout`` for a block's tensors (None: payloads are raw bytes),
+        ``block_tokens`` for the block size in tokens, ``salt`` keeps users or tenants apart.
+        """
+        space = Space(
+            self,
+            Namespace(
+                model=model,
+                fingerprint=fingerprint,
+                block_tokens=block_tokens,
+                layout=layout.to_bytes() if layout is not None else b"",
+                salt=salt,
+            ),
+            layout,
+        )
+        self._handle(self._current(), space)
+        return space
+
+    def call(self, verb: str, *, timeout: float | None = None, **fields: object) -> Message:
+        """Ask any verb (the command line's way); the answer's body.
+
+        ``timeout``: seconds to wait; default: this client's.
+        """
+        return self._current().ask(verb, dict(fields), self._timeout if timeout is None else timeout)
+
+    def stream(self, verb: str, *, timeout: float | None = None, **fields: object) -> Iterator[Message]:
+        """Ask a verb that answers in parts (``subscribe``, ``flush``, ``shutdown``, ``verify``); yields each part.
+
+        ``timeout``: seconds to wait for each part.
+        """
+        link = self._current()
+        patience = self._timeout if timeout is None else timeout
+        call = link.begin(verb, dict(fields), patience)
+        while True:
+            answer = link.next(call, patience)
+            yield answer.body
+            if answer.kind == "ok":
+                return
+
+    def stats(self) -> Message:
+        """What ``omlxd status --json`` shows."""
+        return self.call("stats")
+
+    # -- connection
+
+    def _open(self) -> Link:
+        now = time.monotonic()
+        if now < self._not_before:
+            raise Unavailable(self._why)
+        try:
+            link = Link(self.path, name=self._name, timeout=self._timeout)
+        except Unavailable as error:
+            self._backoff = min(LAST_BACKOFF_SECONDS, self._backoff * 2 or FIRST_BACKOFF_SECONDS)
+            self._not_before = time.monotonic() + self._backoff
+            self._why = str(error)
+            raise
+        self._backoff = 0.0
+        return link
+
+    def _current(self) -> Link:
+        """A link that is alive as far as can be told without asking.
+
+        Raises:
+            Unavailable: there is none, and either a new attempt failed or its time has not come yet.
+        """
+        link = self._link
+        if link is not None and self._pid == os.getpid() and link.check_alive():
+            return link
+        with self._lock:
+            if self._closed:
+                raise Unavailable("this client was closed; connect again")
+            if self._pid != os.getpid():
+                self._link = None  # a fork must not share its parent's connection
+                self._pid = os.getpid()
+            link = self._link
+            if link is None or link.dead:
+                if link is not None:
+                    link.close()
+                    self._link = None
+                    if link.hung:
+                        # It took its connections and did not answer: don't lose the patience again at once.
+                        self._backoff = min(LAST_BACKOFF_SECONDS, self._backoff * 2 or self._timeout)
+                        self._not_before = time.monotonic() + self._backoff
+                        self._why = str(link.dead)
+                self._link = link = self._open()
+            return link
+
+    def _handle(self, link: Link, space: SpaceCore) -> int:
+        handle = link.handles.get(space.id)
+        if handle is None:
+            answer = link.ask("namespace", {"descriptor": space.namespace.descriptor()}, self._timeout)
+            handle = link.handles[space.id] = answer["ns"]
+        return handle
+
+    def _run(self, make: Callable[[Link], Operation[T]]) -> T:
+        """Run an operation's steps on the current link."""
+        link = self._current()
+        operation: Operation[T] = make(link)
+        answer: Message | None = None
+        error: BaseException | None = None
+        while True:
+            try:
+                ask = operation.throw(error) if error is not None else operation.send(answer)  # type: ignore[arg-type]
+            except StopIteration as stop:
+                return stop.value  # type: ignore[no-any-return]
+            error = None
+            try:
+                fields = ask.fields
+                if ask.space is not None:
+                    fields = {"ns": self._handle(link, ask.space), **fields}
+                patience = ask.timeout + GRACE_SECONDS if ask.timeout else 0.0
+                answer = link.ask(ask.verb, fields, max(self._timeout, patience))
+            except (Unavailable, Refused, RequestError) as caught:
+                error = caught
+
+
+class Space(SpaceCore):
+    """A namespace of a daemon. Token ids are hashed here and never leave this process."""
+
+    def __init__(self, cache: Cache, namespace: Namespace, layout: Layout | None) -> None:
+        super().__init__(namespace, layout)
+        self._cache = cache
+
+    def __repr__(self) -> str:
+        return f"<omlxd.Space {self.namespace.model} {self.id[:4].hex()}>"
+
+    def match(
+        self,
+        tokens: object,
+        *,
+        prefetch: bool = False,
+        extra_keys: object = None,
+        extra_key_ranges: object = None,
+    ) -> Hit:
+        """How much of ``tokens`` could be restored now. ``prefetch=True`` starts bringing it from the SSD."""
+        return self.match_keys(self.hashes(tokens, extra_keys, extra_key_ranges), prefetch=prefetch)
+
+    def load(
+        self,
+        tokens: object,
+        *,
+        timeout: float = DEFAULT_LOAD_SECONDS,
+        mode: str = "wait",
+        prefill_tokens_per_s: float | None = None,
+        extra_keys: object = None,
+        extra_key_ranges: object = None,
+    ) -> Lease:
+        """Lease the longest prefix of ``tokens`` that can be had.
+
+        Blocks in RAM are there at once; the others come head to tail while you iterate, and iteration stops at the
+        first that can't be had.
+
+        ``mode``: ``"wait"`` brings blocks from the SSD for at most ``timeout`` seconds; ``"best_effort"`` takes what is in
+        RAM. ``prefill_tokens_per_s``: what the engine computes by itself; a restore that would be slower is not made.
+        """
+        hashes = self.hashes(tokens, extra_keys, extra_key_ranges)
+        return self.load_keys(hashes, timeout=timeout, mode=mode, prefill_tokens_per_s=prefill_tokens_per_s)
+
+    def store(
+        self,
+        tokens: object,
+        payloads: Sequence[Payload],
+        *,
+        start: int = 0,
+        timeout: float = DEFAULT_STORE_SECONDS,
+        extra_keys: object = None,
+        extra_key_ranges: object = None,
+    ) -> StoreResult:
+        """Store one payload for each full block of ``tokens`` from token ``start`` on.
+
+        A payload is bytes-like, or a list of ``mx.array`` in the layout's order. ``tokens`` is the whole prompt: a block is
+        named by everything before it too. ``start`` is a multiple of the block size. Waits at most ``timeout`` seconds for
+        room; what finds none is declined, never half stored.
+
+        Raises:
+            ValueError: ``start`` is off, there are more payloads than full blocks, or a payload does not fit the layout.
+        """
+        if start % self.block_tokens or start < 0:
+            raise ValueError(f"start is token {start}; it must be a multiple of block_tokens ({self.block_tokens})")
+        hashes = self.hashes(tokens, extra_keys, extra_key_ranges)
+        return self.store_keys(hashes, payloads, start=start // self.block_tokens, timeout=timeout)
+
+    # -- with keys of your own: 32 bytes that name a block by its content and everything before it
+
+    def match_keys(self, hashes: Sequence[bytes], *, prefetch: bool = False) -> Hit:
+        """As :meth:`match`, for chain hashes of your own."""
+        return self._cache._run(lambda _: operations.match(self, hashes, prefetch))
+
+    def lookup_keys(self, hashes: Sequence[bytes]) -> list[bool]:
+        """For each hash: could its block be loaded now? One round trip."""
+        return self._cache._run(lambda _: operations.lookup(self, hashes))
+
+    def load_keys(
+        self,
+        hashes: Sequence[bytes],
+        *,
+        timeout: float = DEFAULT_LOAD_SECONDS,
+        mode: str = "wait",
+        prefill_tokens_per_s: float | None = None,
+    ) -> Lease:
+        """As :meth:`load`, for chain hashes of your own."""
+        fields = operations.load_fields(hashes, mode, timeout, prefill_tokens_per_s)
+        link = self._cache._current()
+        lease = Lease(link, self, hashes, timeout)
+        if hashes:
+            fields["ns"] = self._cache._handle(link, self)
+            lease._begin(fields)
+        else:
+            lease.finished = True
+        return lease
+
+    def store_keys(
+        self,
+        hashes: Sequence[bytes],
+        payloads: Sequence[Payload],
+        *,
+        start: int = 0,
+        timeout: float = DEFAULT_STORE_SECONDS,
+    ) -> StoreResult:
+        """As :meth:`store`, for chain hashes of your own; ``start`` counts blocks here."""
+        if len(payloads) > max(0, len(hashes) - start):
+            raise ValueError(f"{len(payloads)} payloads for {max(0, len(hashes) - start)} full blocks from block {start} on")
+        return self._cache._run(lambda owner: operations.store(owner, self, hashes, payloads, start, timeout))
+
+    def get(self, chain_hash: bytes, *, timeout: float = DEFAULT_LOAD_SECONDS) -> bytes | None:
+        """One block's payload as bytes through the socket; None when it can't be had."""
+        return self._cache._run(lambda _: operations.get(self, chain_hash, timeout))
+
+    def put(self, chain_hash: bytes, payload: bytes, *, parent: bytes | None = None, position: int = 0) -> bool:
+        """Store one block through the socket; is it in the cache now?"""
+        return self._cache._run(lambda _: operations.put(self, chain_hash, payload, parent, position))
+
+    def touch(self, tokens: object) -> None:
+        """Say that this engine used its own copy of the blocks of ``tokens``, so that the daemon keeps them young."""
+        link = self._cache._current()
+        hashes = self.hashes(tokens)
+        if hashes:
+            link.tell("touch", {"ns": self._cache._handle(link, self), "keys": operations.pack_keys(hashes)})
+
+
+class Lease(LeaseCore):
+    """Blocks that the daemon holds for this client: a context manager, iterated head to tail."""
+
+    def __init__(self, link: Link, space: Space, hashes: Sequence[bytes], timeout: float) -> None:
+        super().__init__(hashes, space.block_tokens, space.layout, link.segments, self._release)
+        self._link = link
+        self._timeout = timeout
+        self._call: Call | None = None
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.release()
+
+    def __len__(self) -> int:
+        """Blocks that have come so far."""
+        return len(self.blocks)
+
+    def __iter__(self) -> Iterator[LoadedBlock]:
+        index = 0
+        while True:
+            while index >= len(self.blocks):
+                if self.finished or not self._advance():
+                    return
+            self.check()
+            yield self.blocks[index]
+            index += 1
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the blocks which have come so far cover."""
+        return len(self.blocks) * self.block_tokens
+
+    def wait(self) -> Lease:
+        """Wait until all that can be had has come, at most as long as the load was given."""
+        while not self.finished and self._advance():
+            pass
+        return self
+
+    def release(self) -> None:
+        """End the lease. A second release does nothing."""
+        if self._call is not None:
+            self._link.abandon(self._call)
+            self._call = None
+            self.finished = True
+        self.end("released")
+
+    def _begin(self, fields: Message) -> None:
+        self._call = self._link.begin("load", fields)
+        self._advance()
+
+    def _advance(self) -> bool:
+        """Take the next frame of the answer; False when there is none to come."""
+        if self._call is None:
+            return False
+        self.check()
+        try:
+            answer = self._link.next(self._call, self._timeout + max(GRACE_SECONDS, CALL_SECONDS))
+        except Unavailable as error:
+            # What has come is mapped here and stays as it is; only no more comes.
+            self.finished = True
+            self.stopped = str(error)
+            self._call = None
+            if not self.blocks:
+                raise
+            return False
+        self.take(answer.body)
+        if answer.kind == "ok":
+            self.finished = True
+            self._call = None
+        return True
+
+    def _release(self, lease_id: int) -> None:
+        self._link.tell("release", {"lease": lease_id})

@@ -1,0 +1,256 @@
+"""What a client does, step by step, without any I/O.
+
+Each operation is a generator: it yields what is to be asked and is sent the answer, so the blocking and the asyncio
+client run the same steps. An operation that is refused gets the error thrown in where it asked.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+import numpy as np
+
+from omlxd.errors import OmlxdError
+from omlxd.protocol import Message
+from omlxd.results import Hit, StoreResult
+from omlxd.storage.blocks import HASH_BYTES, block_key
+from omlxd.storage.chain import Namespace, chain_hashes
+from omlxd.storage.layout import Layout
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+    from omlxd.storage.mapping import SegmentMap
+
+    Payload = bytes | bytearray | memoryview | Sequence[mx.array | None]
+
+MISS, PENDING, RAM, SSD = range(4)
+GRACE_SECONDS = 2.0
+"""How much longer than the deadline that the daemon was given a client waits for its answer."""
+WINDOW_BLOCKS = 512
+HEAD_GROUP = bytes(4)
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Ask:
+    """Ask the daemon; the body of the last frame is sent back."""
+
+    verb: str
+    fields: Message
+    space: SpaceCore | None = None
+    timeout: float = 0.0
+    """Seconds that the daemon itself may take; the client's own patience comes on top."""
+
+
+Operation = Generator[Ask, Message, T]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the daemon said in its ``hello``."""
+
+    boot: str
+    pid: int
+    max_frame: int
+    max_reserve: int
+    """Payload bytes that one connection may have reserved at once."""
+    version: int = 1
+    capabilities: frozenset[str] = field(default_factory=frozenset)
+
+
+class Owner(Protocol):
+    """What an operation needs of the connection that runs it."""
+
+    @property
+    def segments(self) -> SegmentMap: ...
+    @property
+    def limits(self) -> Limits: ...
+
+
+class SpaceCore:
+    """A namespace on the engine's side: names blocks, knows their layout."""
+
+    def __init__(self, namespace: Namespace, layout: Layout | None) -> None:
+        self.namespace = namespace
+        self.layout = layout
+        self.block_tokens = namespace.block_tokens
+        self.id = namespace.id
+
+    def hashes(
+        self,
+        tokens: object,
+        extra_keys: object = None,
+        extra_key_ranges: object = None,
+    ) -> list[bytes]:
+        """The chain hash (32 bytes) of each full block of ``tokens``, head to tail."""
+        return chain_hashes(
+            self.id, tokens, self.block_tokens, extra_keys=extra_keys, extra_key_ranges=extra_key_ranges
+        )
+
+
+def pack_keys(hashes: Sequence[bytes]) -> bytes:
+    """Keys back to back, as the wire has them. ``ValueError`` for a hash of another length."""
+    for chain_hash in hashes:
+        if len(chain_hash) != HASH_BYTES:
+            raise ValueError(f"a chain hash has {HASH_BYTES} bytes, this one has {len(chain_hash)}: {chain_hash[:8].hex()}")
+    return HEAD_GROUP.join(hashes) + HEAD_GROUP if hashes else b""
+
+
+def match(space: SpaceCore, hashes: Sequence[bytes], prefetch: bool = False) -> Operation[Hit]:
+    """How long a prefix could be restored."""
+    if not hashes:
+        return Hit(0, 0, 0, 0, 0)
+    answer = yield Ask("lookup", {"keys": pack_keys(hashes), "prefix": True, "prefetch": prefetch}, space)
+    where: bytes = answer["where"]
+    ram = ssd = pending = 0
+    for code in where:
+        if code == PENDING:
+            pending += 1
+        elif pending or code == MISS:
+            break
+        elif code == RAM:
+            ram += 1
+        else:
+            ssd += 1
+    blocks = ram + ssd
+    return Hit(blocks * space.block_tokens, blocks, ram, ssd, pending)
+
+
+def lookup(space: SpaceCore, hashes: Sequence[bytes]) -> Operation[list[bool]]:
+    """For each hash: can its block be loaded?"""
+    if not hashes:
+        return []
+    answer = yield Ask("lookup", {"keys": pack_keys(hashes)}, space)
+    return [code >= RAM for code in answer["where"]]
+
+
+def load_fields(
+    hashes: Sequence[bytes], mode: str, timeout: float, prefill_tokens_per_s: float | None
+) -> Message:
+    """The request for a lease on ``hashes``."""
+    fields: Message = {"keys": pack_keys(hashes), "mode": mode, "timeout": timeout}
+    if prefill_tokens_per_s is not None:
+        fields["prefill_tokens_per_s"] = prefill_tokens_per_s
+    return fields
+
+
+@dataclass(slots=True)
+class _Offer:
+    """One payload that is offered: its size, how to write it, its layout where it is an own one."""
+
+    nbytes: int
+    write: Callable[[memoryview], None]
+    layout: bytes | None = None
+
+
+def _offer(payload: Payload, layout: Layout | None) -> _Offer:
+    if isinstance(payload, bytes | bytearray | memoryview):
+        source = np.frombuffer(payload, dtype=np.uint8)
+        if layout is not None and source.nbytes != layout.nbytes:
+            raise ValueError(f"payload has {source.nbytes} bytes, the namespace's layout {layout.nbytes}: give its tensors instead")
+
+        def copy(out: memoryview) -> None:
+            np.copyto(np.frombuffer(out, dtype=np.uint8), source)  # releases the GIL, which a memoryview does not
+
+        return _Offer(source.nbytes, copy)
+    arrays = list(payload)
+    if layout is None:
+        raise ValueError("this namespace was made without a layout: give bytes, or give a layout to Cache.namespace")
+    own = layout
+    raw: bytes | None = None
+    if not layout.matches(arrays):
+        own = Layout.of(arrays)
+        raw = own.to_bytes()
+
+    def pack(out: memoryview) -> None:
+        own.pack_into(arrays, out)
+
+    return _Offer(own.nbytes, pack, raw)
+
+
+def store(
+    owner: Owner,
+    space: SpaceCore,
+    hashes: Sequence[bytes],
+    payloads: Sequence[Payload],
+    first: int,
+    timeout: float,
+) -> Operation[StoreResult]:
+    """Store ``payloads`` as the blocks ``first``, ``first + 1``, ... of the chain ``hashes``.
+
+    Slots are reserved a window at a time (one round trip), written here, and completed (one round trip).
+    """
+    payloads = list(payloads)[: max(0, len(hashes) - first)]
+    present = stored = nbytes = 0
+    declined: Counter[str] = Counter()
+    at = 0
+    while at < len(payloads):
+        offers: list[_Offer] = []
+        size = 0
+        for payload in payloads[at : at + WINDOW_BLOCKS]:
+            offer = _offer(payload, space.layout)
+            if offers and size + offer.nbytes > owner.limits.max_reserve:
+                break
+            offers.append(offer)
+            size += offer.nbytes
+        begin = first + at
+        sizes = {offer.nbytes for offer in offers}
+        answer = yield Ask(
+            "prepare_store",
+            {
+                "keys": pack_keys(hashes[: begin + len(offers)]),
+                "first": begin,
+                "sizes": sizes.pop() if len(sizes) == 1 else [offer.nbytes for offer in offers],
+                "layouts": {str(index): offer.layout for index, offer in enumerate(offers) if offer.layout is not None},
+                "timeout": timeout,
+            },
+            space,
+            timeout,
+        )
+        present += answer["present"]
+        declined.update(answer["declined"])
+        reservations: list[int] = []
+        try:
+            for index, reservation, segment, offset in answer["slots"]:
+                reservations.append(reservation)
+                offers[index].write(owner.segments.writable(segment, offset, offers[index].nbytes))
+        except BaseException:
+            # What can't be written is taken back, all of it: a block is stored whole or not at all.
+            every = [reservation for _, reservation, _, _ in answer["slots"]]
+            yield Ask("complete_store", {"reservations": every, "ok": False}, space)
+            raise
+        if reservations:
+            done = yield Ask("complete_store", {"reservations": reservations, "ok": True}, space)
+            stored += done["stored"]
+            if done["stored"] == len(reservations):
+                nbytes += sum(offers[index].nbytes for index, *_ in answer["slots"])
+        at += len(offers)
+        if any(reason not in ("pending", "too_large") for reason in answer["declined"]):
+            declined["after_a_declined_block"] += len(payloads) - at
+            if declined["after_a_declined_block"] == 0:
+                del declined["after_a_declined_block"]
+            break
+    return StoreResult(stored, present, dict(declined), nbytes)
+
+
+def put(space: SpaceCore, chain_hash: bytes, payload: bytes, parent: bytes | None, position: int) -> Operation[bool]:
+    """Store one block with its payload inline: for small blocks and clients that can't map memory."""
+    fields: Message = {"keys": pack_keys([chain_hash]), "payload": payload, "position": position}
+    if parent is not None:
+        fields["parent"] = block_key(parent)
+    answer = yield Ask("put", fields, space)
+    return bool(answer["stored"] or answer["present"])
+
+
+def get(space: SpaceCore, chain_hash: bytes, timeout: float) -> Operation[bytes | None]:
+    """One block's payload inline; None when it can't be had."""
+    answer = yield Ask("get", {"keys": pack_keys([chain_hash]), "timeout": timeout}, space, timeout)
+    payload = answer["payload"]
+    if payload is not None and not isinstance(payload, bytes):
+        raise OmlxdError(f"the daemon answered get with {type(payload).__name__}, not bytes")
+    return payload
