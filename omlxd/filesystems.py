@@ -11,7 +11,7 @@ from typing import Protocol
 import psutil
 
 NETWORK = frozenset(
-    [
+    {
         "nfs",
         "nfs3",
         "nfs4",
@@ -36,7 +36,7 @@ NETWORK = frozenset(
         "vboxsf",
         "prl_fs",
         "vmhgfs",
-    ]
+    }
 )
 FUSE = ("fuse", "macfuse", "osxfuse")
 
