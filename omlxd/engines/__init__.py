@@ -1,0 +1,1 @@
+"""Adapters between omlxd and the engines that compute KV caches."""

@@ -1,0 +1,462 @@
+"""How each cache class of mlx-lm becomes block tensors, and block tensors a cache again.
+
+Pure functions over cache objects: no daemon, no model. A model's prompt cache is a list with one
+object per layer, some of them lists of caches themselves (``CacheList``). Every object at the ends,
+here a *leaf*, belongs to one of three KV groups by what a restore at ``n`` tokens needs of it:
+
+========= ==================================== ======================================
+group     needs                                classes
+========= ==================================== ======================================
+attention every token before ``n``             KVCache, QuantizedKVCache,
+                                               ConcatenateKVCache
+window    the last tokens before ``n``         RotatingKVCache, ChunkedKVCache
+          (and the first few)
+state     the state exactly at ``n``           ArraysCache (Mamba, GatedDeltaNet, ...)
+========= ==================================== ======================================
+
+The first two are cut into blocks of tokens. State can't be cut: it is taken at block boundaries.
+Classes are recognised exactly: a subclass may mean anything by its arrays, so it is refused, as is
+every class that is not listed. Attributes are read, not ``state``, whose tuples differ between
+mlx-lm 0.31 and 0.32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from omlxd.storage.layout import Layout
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+#: A cache object of mlx-lm. It ships without types, and its classes share no base that says anything.
+CacheObject: TypeAlias = Any
+PromptCacheList: TypeAlias = "list[CacheObject]"
+Arrays: TypeAlias = "list[mx.array | None]"
+Span: TypeAlias = tuple[int, int]
+
+#: The axis of tokens in keys and values: (batch, heads, tokens, head dimension).
+TOKENS: Final = -2
+
+
+class UnsupportedCacheError(TypeError):
+    """The model's cache holds something that can't be kept in blocks; the message names it."""
+
+
+class Group(Enum):
+    """What a restore needs of a leaf; see the table above."""
+
+    ATTENTION = "attention"
+    WINDOW = "window"
+    STATE = "state"
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The tokens ``[start, stop)`` that a leaf still has, in order, along axis ``TOKENS``."""
+
+    arrays: Arrays
+    start: int
+    stop: int
+
+    def cut(self, start: int, stop: int) -> Arrays | None:
+        """The arrays of tokens ``[start, stop)``, or None when some of them are gone."""
+        if not self.start <= start <= stop <= self.stop:
+            return None
+        low, high = start - self.start, stop - self.start
+        return [None if a is None else a[..., low:high, :] for a in self.arrays]
+
+
+class Leaf:
+    """A cache class as this module knows it. Stateless: the cache object is always an argument."""
+
+    group: Group
+
+    def parameters(self, cache: CacheObject) -> tuple[object, ...]:
+        """What two caches must have in common for the tensors of one to be usable in the other."""
+        return ()
+
+    def held(self, cache: CacheObject) -> Held:
+        """The tokens it has. Not for ``STATE``."""
+        raise NotImplementedError
+
+    def needs(self, cache: CacheObject, tokens: int) -> list[Span]:
+        """The spans of tokens that a restore at ``tokens`` needs."""
+        return [(0, tokens)]
+
+    def limit(self, cache: CacheObject) -> int | None:
+        """The longest prefix, in tokens, that can be restored exactly; None: any."""
+        return None
+
+    def capacity(self, cache: CacheObject, tokens: int) -> int:
+        """Rows that the engine's own buffer would have with ``tokens`` tokens in it."""
+        return tokens
+
+    def fill(self, cache: CacheObject, arrays: Arrays, tokens: int) -> None:
+        """Make an empty cache hold ``tokens`` tokens. ``arrays`` are its own, of ``capacity`` rows."""
+        raise NotImplementedError
+
+    def snapshot(self, cache: CacheObject) -> Arrays:
+        """The whole state. Only for ``STATE``."""
+        raise NotImplementedError
+
+
+def _steps(rows: int, step: int) -> int:
+    return -(-rows // step) * step
+
+
+class _KeyValues(Leaf):
+    group = Group.ATTENTION
+
+    def held(self, cache: CacheObject) -> Held:
+        return Held([cache.keys, cache.values], 0, cache.offset)
+
+    def fill(self, cache: CacheObject, arrays: Arrays, tokens: int) -> None:
+        cache.keys, cache.values = arrays
+        # A layer that shares another one's keys never fills its own cache.
+        cache.offset = 0 if cache.keys is None else tokens
+
+
+class _SteppedKeyValues(_KeyValues):
+    def capacity(self, cache: CacheObject, tokens: int) -> int:
+        return _steps(tokens, cache.step)
+
+
+class _Quantized(Leaf):
+    group = Group.ATTENTION
+
+    def parameters(self, cache: CacheObject) -> tuple[object, ...]:
+        return cache.group_size, cache.bits
+
+    def held(self, cache: CacheObject) -> Held:
+        if cache.keys is None:
+            return Held([None] * 6, 0, cache.offset)
+        return Held([*cache.keys, *cache.values], 0, cache.offset)
+
+    def capacity(self, cache: CacheObject, tokens: int) -> int:
+        return _steps(tokens, cache.step)
+
+    def fill(self, cache: CacheObject, arrays: Arrays, tokens: int) -> None:
+        if arrays[0] is None:
+            return
+        cache.keys, cache.values = tuple(arrays[:3]), tuple(arrays[3:])
+        cache.offset = tokens
+
+
+class _Rotating(Leaf):
+    """A ring of ``max_size`` rows; the first ``keep`` stay, the others are overwritten in turn.
+
+    During a prefill it may hold more than ``max_size`` rows. The surplus is cut off before it is
+    read again, so a restore doesn't need it.
+    """
+
+    group = Group.WINDOW
+
+    def parameters(self, cache: CacheObject) -> tuple[object, ...]:
+        return cache.max_size, cache.keep
+
+    def held(self, cache: CacheObject) -> Held:
+        if cache.keys is None:
+            return Held([None, None], 0, 0)
+        keys, values = (self._in_order(cache, a) for a in (cache.keys, cache.values))
+        rows = keys.shape[TOKENS]
+        if rows == cache.offset:
+            return Held([keys, values], 0, cache.offset)
+        first = cache.offset - (rows - cache.keep)
+        return Held([a[..., cache.keep :, :] for a in (keys, values)], first, cache.offset)
+
+    @staticmethod
+    def _in_order(cache: CacheObject, rows: mx.array) -> mx.array:
+        import mlx.core as mx
+
+        at, keep = cache._idx, cache.keep
+        if at == rows.shape[TOKENS]:
+            return rows
+        if at < cache.offset:  # it went round: the oldest rows are those after the last written one
+            return mx.concatenate(
+                [rows[..., :keep, :], rows[..., at:, :], rows[..., keep:at, :]], axis=TOKENS
+            )
+        return rows[..., :at, :]
+
+    def needs(self, cache: CacheObject, tokens: int) -> list[Span]:
+        if tokens <= cache.max_size:
+            return [(0, tokens)]
+        recent = (tokens - (cache.max_size - cache.keep), tokens)
+        return [(0, cache.keep), recent] if cache.keep else [recent]
+
+    def capacity(self, cache: CacheObject, tokens: int) -> int:
+        return min(tokens, int(cache.max_size))
+
+    def fill(self, cache: CacheObject, arrays: Arrays, tokens: int) -> None:
+        cache.keys, cache.values = arrays
+        if cache.keys is None:
+            return
+        cache.offset = tokens
+        cache._idx = cache.keys.shape[TOKENS]
+
+
+class _Chunked(Leaf):
+    """Keys and values whose front is cut off when they outgrow ``chunk_size``."""
+
+    group = Group.WINDOW
+
+    def parameters(self, cache: CacheObject) -> tuple[object, ...]:
+        return (cache.chunk_size,)
+
+    def held(self, cache: CacheObject) -> Held:
+        return Held([cache.keys, cache.values], cache.start_position, cache.offset)
+
+    def needs(self, cache: CacheObject, tokens: int) -> list[Span]:
+        return [(max(0, tokens - cache.chunk_size), tokens)]
+
+    def limit(self, cache: CacheObject) -> int | None:
+        # mlx-lm 0.31 counts unused rows of its buffer when it cuts the front, so what it holds past
+        # the first chunk depends on how it got there. 0.32 (it has keys_and_values) does not.
+        return None if hasattr(cache, "keys_and_values") else int(cache.chunk_size)
+
+    def capacity(self, cache: CacheObject, tokens: int) -> int:
+        return _steps(min(tokens, cache.chunk_size), cache.step)
+
+    def fill(self, cache: CacheObject, arrays: Arrays, tokens: int) -> None:
+        cache.keys, cache.values = arrays
+        if cache.keys is None:
+            return
+        cache.offset = tokens
+        cache.start_position = max(0, tokens - cache.chunk_size)
+
+
+class _State(Leaf):
+    group = Group.STATE
+
+    def parameters(self, cache: CacheObject) -> tuple[object, ...]:
+        return (len(cache.cache),)
+
+    def snapshot(self, cache: CacheObject) -> Arrays:
+        return list(cache.cache)
+
+    def fill(self, cache: CacheObject, arrays: Arrays, tokens: int) -> None:
+        cache.cache = list(arrays)
+
+
+#: By the name of the class in ``mlx_lm.models.cache``.
+KNOWN: Final[dict[str, Leaf]] = {
+    "KVCache": _SteppedKeyValues(),
+    "ConcatenateKVCache": _KeyValues(),
+    "QuantizedKVCache": _Quantized(),
+    "RotatingKVCache": _Rotating(),
+    "ChunkedKVCache": _Chunked(),
+    "ArraysCache": _State(),
+}
+#: Several sequences in one cache; :func:`row` takes one out.
+BATCHED: Final = frozenset({"BatchKVCache", "BatchRotatingKVCache"})
+
+
+def _is_exactly(cache: CacheObject, name: str) -> bool:
+    from mlx_lm.models import cache as module
+
+    return type(cache) is getattr(module, name, None)
+
+
+def leaf_of(cache: CacheObject) -> Leaf:
+    """How to treat a cache object. Raises :class:`UnsupportedCacheError`, which names its class."""
+    name = type(cache).__name__
+    if name in KNOWN and _is_exactly(cache, name):
+        return KNOWN[name]
+    if name in BATCHED:
+        raise UnsupportedCacheError(f"{name} holds several sequences: save one with row=")
+    raise UnsupportedCacheError(
+        f"omlxd does not know the cache class {type(cache).__module__}.{name}: "
+        "prompts of this model are computed as usual and not kept"
+    )
+
+
+def leaves(cache: Sequence[CacheObject]) -> Iterator[tuple[str, CacheObject]]:
+    """Every leaf of a prompt cache with its path, ``"3"`` or ``"3.1"``, in order."""
+    for index, layer in enumerate(cache):
+        yield from _leaves(str(index), layer)
+
+
+def _leaves(path: str, cache: CacheObject) -> Iterator[tuple[str, CacheObject]]:
+    if _is_exactly(cache, "CacheList"):
+        for index, member in enumerate(cache.caches):
+            yield from _leaves(f"{path}.{index}", member)
+    else:
+        yield path, cache
+
+
+def row(cache: Sequence[CacheObject], index: int) -> PromptCacheList:
+    """One sequence out of a batched prompt cache, as a prompt cache of its own."""
+    return [layer.extract(index) for layer in cache]
+
+
+def position(cache: Sequence[CacheObject]) -> int | None:
+    """How many tokens a prompt cache holds; None when its classes don't say (only state)."""
+    offsets = [leaf.offset for _, leaf in leaves(cache) if hasattr(leaf, "offset")]
+    if offsets:
+        # A layer that shares another one's keys stays at 0.
+        return int(max(offsets))
+    return 0 if all(leaf.empty() for _, leaf in leaves(cache)) else None
+
+
+@dataclass(frozen=True)
+class Schema:
+    """What one block of a model's cache consists of, group by group.
+
+    ``layouts`` has an entry for each group that the model uses. Tensor names say path, class and
+    parameters, so that caches which can't be exchanged can't have equal layouts.
+    """
+
+    block_tokens: int
+    layouts: dict[Group, Layout]
+
+    @classmethod
+    def of(cls, cache: Sequence[CacheObject], block_tokens: int) -> Schema:
+        """From a prompt cache that holds at least one block (its arrays need not be computed).
+
+        Raises :class:`UnsupportedCacheError` for a class that is not known.
+        """
+        arrays: dict[Group, Arrays] = {}
+        names: dict[Group, list[str]] = {}
+        for path, cached in leaves(cache):
+            leaf = leaf_of(cached)
+            if leaf.group is Group.STATE:
+                tensors: Arrays | None = leaf.snapshot(cached)
+            else:
+                held = leaf.held(cached)
+                tensors = held.cut(held.stop - min(block_tokens, held.stop), held.stop)
+                if held.stop < block_tokens and any(a is not None for a in held.arrays):
+                    raise ValueError(f"the cache holds {held.stop} tokens, not {block_tokens}")
+            assert tensors is not None
+            parameters = ",".join(map(str, leaf.parameters(cached)))
+            arrays.setdefault(leaf.group, []).extend(tensors)
+            names.setdefault(leaf.group, []).extend(
+                f"{path}:{type(cached).__name__}({parameters}):{index}"
+                for index in range(len(tensors))
+            )
+        layouts = {group: Layout.of(arrays[group], names[group]) for group in arrays}
+        return cls(block_tokens, layouts)
+
+    def limit(self, cache: Sequence[CacheObject]) -> int | None:
+        """The longest prefix, in tokens, that can be restored exactly; None: any."""
+        limits = [leaf_of(cached).limit(cached) for _, cached in leaves(cache)]
+        known = [limit for limit in limits if limit is not None]
+        return min(known) if known else None
+
+    def window_blocks(self, cache: Sequence[CacheObject], blocks: int) -> list[int]:
+        """Indices of the window blocks that a restore at ``blocks`` blocks needs."""
+        size = self.block_tokens
+        needed: set[int] = set()
+        for _, cached in leaves(cache):
+            leaf = leaf_of(cached)
+            if leaf.group is Group.WINDOW:
+                for start, stop in leaf.needs(cached, blocks * size):
+                    needed.update(range(start // size, -(-stop // size)))
+        return sorted(needed)
+
+
+class Cutter:
+    """Cuts the payloads of one group out of a prompt cache. Puts rings in order once, not per block."""
+
+    def __init__(self, cache: Sequence[CacheObject], group: Group, block_tokens: int) -> None:
+        self._size = block_tokens
+        self._held: list[Held] = []
+        for _, cached in leaves(cache):
+            leaf = leaf_of(cached)
+            if leaf.group is group:
+                self._held.append(leaf.held(cached))
+
+    def payload(self, index: int) -> Arrays | None:
+        """The tensors of block ``index``; None when some of its tokens are not held."""
+        payload: Arrays = []
+        for held in self._held:
+            if all(a is None for a in held.arrays):
+                payload.extend(held.arrays)
+                continue
+            tensors = held.cut(index * self._size, (index + 1) * self._size)
+            if tensors is None:
+                return None
+            payload.extend(tensors)
+        return payload
+
+
+def snapshot(cache: Sequence[CacheObject]) -> Arrays:
+    """The tensors of the state group, as they are now."""
+    tensors: Arrays = []
+    for _, cached in leaves(cache):
+        leaf = leaf_of(cached)
+        if leaf.group is Group.STATE:
+            tensors.extend(leaf.snapshot(cached))
+    return tensors
+
+
+def fill(
+    cache: Sequence[CacheObject],
+    tokens: int,
+    block_tokens: int,
+    blocks: Callable[[Group], dict[int, Arrays]],
+    state: Arrays,
+) -> None:
+    """Fill an empty prompt cache with ``tokens`` tokens (whole blocks).
+
+    ``blocks(group)`` gives the payloads by block index, at least those that the group needs;
+    ``state`` are the snapshot's tensors at ``tokens``. Everything is copied and computed before
+    this returns: the payloads' memory may go away, and what the engine appends never reaches it.
+    """
+    import mlx.core as mx
+
+    at: dict[Group, int] = dict.fromkeys(Group, 0)
+    payloads = {Group.ATTENTION: blocks(Group.ATTENTION), Group.WINDOW: blocks(Group.WINDOW)}
+    made: list[mx.array] = []
+    for _, cached in leaves(cache):
+        leaf = leaf_of(cached)
+        first = at[leaf.group]
+        if leaf.group is Group.STATE:
+            width = len(leaf.snapshot(cached))
+            arrays = [None if a is None else _own(a) for a in state[first : first + width]]
+        else:
+            width = len(leaf.held(cached).arrays)
+            source = payloads[leaf.group]
+            spans = leaf.needs(cached, tokens)
+            rows = leaf.capacity(cached, tokens)
+            arrays = [
+                _column(source, index, spans, block_tokens, rows)
+                for index in range(first, first + width)
+            ]
+        at[leaf.group] = first + width
+        made.extend(a for a in arrays if a is not None)
+        leaf.fill(cached, arrays, tokens)
+    mx.eval(made)
+
+
+def _column(
+    blocks: dict[int, Arrays], tensor: int, spans: list[Span], size: int, rows: int
+) -> mx.array | None:
+    """One tensor over several blocks: the spans' tokens in order, then zeros up to ``rows``."""
+    import mlx.core as mx
+
+    pieces: list[mx.array] = []
+    count = 0
+    for start, stop in spans:
+        for index in range(start // size, -(-stop // size)):
+            piece = blocks[index][tensor]
+            if piece is None:
+                return None
+            low, high = max(start - index * size, 0), min(stop - index * size, size)
+            pieces.append(piece if high - low == size else piece[..., low:high, :])
+            count += high - low
+    shape = list(pieces[0].shape)
+    shape[TOKENS] = rows - count
+    # Zero rows too: of one array alone, concatenate would return that array and not a copy.
+    pieces.append(mx.zeros(shape, dtype=pieces[0].dtype))
+    return mx.concatenate(pieces, axis=TOKENS)
+
+
+def _own(array: mx.array) -> mx.array:
+    """A copy, for certain: MLX's own copying functions return their argument where they may."""
+    import mlx.core as mx
+
+    flat = array.reshape(-1)
+    return mx.concatenate([flat, flat[:0]]).reshape(array.shape)
