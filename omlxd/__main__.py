@@ -1,0 +1,5 @@
+"""``python -m omlxd`` is the command ``omlxd``."""
+
+from omlxd.cli import main
+
+main()
