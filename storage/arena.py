@@ -230,7 +230,8 @@ class Arena:
         """Give the memory of free extents back to the system, the segments stay; returns the bytes of the extents.
 
         Their next use starts with page faults. About 0.3 ms per MiB on the calling thread (without the
-        GIL): ``max_bytes`` bounds one call, which trims at least one extent. Returns 0 where the system cannot do it (macOS).
+        GIL): ``max_bytes`` bounds one call, which trims at least one extent. Returns 0 where the system
+        cannot do it (macOS).
         """
         if not self._punching:
             return 0
