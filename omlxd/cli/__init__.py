@@ -1,13 +1,7 @@
-"""The command line, `omlxd`."""
+"""The command line, `omlxd`: a thin skin over the client and the store. One module a group of commands."""
 
 from __future__ import annotations
 
-import click
+from omlxd.cli.root import main
 
-import omlxd
-
-
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(omlxd.__version__, prog_name="omlxd")
-def main() -> None:
-    """Keep the KV cache of local language models on this computer."""
+__all__ = ["main"]

@@ -1,0 +1,107 @@
+"""`omlxd config`: show, check, init."""
+
+from __future__ import annotations
+
+import os
+
+import click
+from rich.table import Table
+
+from omlxd.cli.context import Common, Exit, fail, json_option, pass_common, show, show_json
+from omlxd.config import Config, ConfigError, example
+from omlxd.paths import private_dir
+
+
+@click.group()
+def config() -> None:
+    """Show, check or begin the configuration."""
+
+
+@config.command("show")
+@click.option("--origin", is_flag=True, help="Also tell where each value comes from.")
+@json_option
+@pass_common
+def show_config(common: Common, origin: bool, as_json: bool) -> None:
+    """Show the configuration in effect: defaults, file, environment, flags.
+
+    \b
+    omlxd config show --origin
+    OMLXD_RAM_SIZE=8GiB omlxd config show --json
+    """
+    loaded = common.config()
+    if as_json:
+        show_json(
+            {
+                "file": common.config_file,
+                "values": {key: {"value": value, "origin": loaded.origin(key)} for key, value in loaded.values()},
+                "notes": loaded.notes,
+            }
+        )
+        return
+    show(config_table(loaded, origin=origin))
+    for note in loaded.notes:
+        click.echo(note, err=True)
+
+
+def config_table(loaded: Config, *, origin: bool) -> Table:
+    """Keys, values and, where asked, origins."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("setting", no_wrap=True)
+    table.add_column("value", overflow="fold")
+    if origin:
+        table.add_column("origin", overflow="fold")
+    for key, value in loaded.values():
+        shown = '""' if value == "" else str(value)
+        table.add_row(key, shown, *([loaded.origin(key)] if origin else []))
+    return table
+
+
+@config.command()
+@json_option
+@pass_common
+def check(common: Common, as_json: bool) -> None:
+    """Check the configuration; exit code 78 when it cannot be used.
+
+    Every problem is told in a line of its own: the key, its value, where it
+    was set, and what is allowed.
+    """
+    try:
+        loaded = common.config()
+    except ConfigError as error:
+        if not as_json:
+            raise
+        show_json(
+            {
+                "valid": False,
+                "problems": [
+                    {"key": p.key, "value": str(p.value), "origin": p.origin, "allowed": p.allowed}
+                    for p in error.problems
+                ],
+            }
+        )
+        raise SystemExit(int(Exit.CONFIG)) from None
+    if as_json:
+        show_json({"valid": True, "problems": [], "notes": loaded.notes})
+        return
+    there = "" if common.config_file.exists() else " (there is no such file: defaults)"
+    click.echo(f"{common.config_file}{there}: fine")
+    for note in loaded.notes:
+        click.echo(note)
+
+
+@config.command()
+@click.option("--force", is_flag=True, help="Overwrite the file that is there.")
+@click.option("--stdout", "to_stdout", is_flag=True, help="Print it instead of writing the file.")
+@pass_common
+def init(common: Common, force: bool, to_stdout: bool) -> None:
+    """Write a configuration file with every setting, commented out."""
+    if to_stdout:
+        click.echo(example(), nl=False)
+        return
+    file = common.config_file
+    if file.exists() and not force:
+        fail(f"{file} exists: use --force to overwrite it, or --stdout to see what would be written")
+    private_dir(file.parent)
+    with open(file, "w", opener=lambda path, flags: os.open(path, flags, 0o600), encoding="utf-8") as out:
+        out.write(example())
+    click.echo(f"Wrote {file}. Every setting is at its default, commented out.")
