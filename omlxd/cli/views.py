@@ -1,0 +1,193 @@
+"""What the inspecting commands show, as functions of what the daemon answers. Everything fits 80 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from omlxd.schema import ClientStats, NamespaceStats, RamStats, RateStats, SsdStats, Stats
+from omlxd.storage.sizes import format_size
+
+BAR = 16
+MODEL_WIDTH = 25
+MOST_ROWS = 12
+"""Namespaces and clients that are shown; the rest is summed up in a line (`--all` shows them)."""
+
+
+def duration(seconds: float) -> str:
+    """``0.4 s``, ``12 s``, ``3 min``, ``5 h 12 min``, ``4 d 2 h``."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes = int(seconds // 60)
+    if minutes < 60:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 24:
+        return f"{hours} h {minutes} min" if minutes else f"{hours} h"
+    days, hours = divmod(hours, 24)
+    return f"{days} d {hours} h" if hours else f"{days} d"
+
+
+def bar(used: int, limit: int, width: int = BAR) -> Text:
+    """How full; red from nine tenths."""
+    share = min(1.0, used / limit) if limit > 0 else 0.0
+    full = round(share * width)
+    return Text("█" * full, style="red" if share >= 0.9 else "green") + Text("░" * (width - full), style="dim")
+
+
+def percent(part: float, whole: float) -> str:
+    """A share of a whole, or ``-`` where there is no whole."""
+    return f"{100 * part / whole:.0f} %" if whole > 0 else "-"
+
+
+def middle(text: str, width: int) -> str:
+    """``text`` in at most ``width`` characters; its middle goes, since names of models differ at their ends."""
+    if len(text) <= width:
+        return text
+    tail = (width - 1) * 2 // 3
+    return f"{text[: width - 1 - tail]}…{text[-tail:]}"
+
+
+def plain_table(*columns: str, right: Sequence[str] = ()) -> Table:
+    """Columns without lines; those named in ``right`` are numbers."""
+    table = Table(box=None, pad_edge=False, header_style="bold", expand=False)
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left", no_wrap=True, overflow="ellipsis")
+    return table
+
+
+def status(stats: Stats, *, service: str = "", everything: bool = False) -> RenderableType:
+    """`omlxd status`."""
+    most = None if everything else MOST_ROWS
+    parts: list[RenderableType] = [
+        header(stats, service),
+        "",
+        tiers(stats["ram"], stats["ssd"]),
+        "",
+        rates(stats["rates"]),
+    ]
+    if stats["namespaces"]:
+        parts += ["", namespaces(stats["namespaces"], most)]
+    if stats["clients"]:
+        parts += ["", clients(stats["clients"], most)]
+    if stats["warnings"]:
+        parts += ["", *(Text(f"! {warning}", style="yellow") for warning in stats["warnings"])]
+    return Group(*parts)
+
+
+def header(stats: Stats, service: str = "") -> RenderableType:
+    """Who answers, and is all well."""
+    daemon = stats["daemon"]
+    well = stats["health"] == "ok"
+    first = Text(
+        f"omlxd {daemon['version']}, pid {daemon['pid']}, {daemon['state']} for {duration(daemon['uptime'])}: "
+    )
+    first.append("all is well" if well else "see the warnings below", style="green" if well else "yellow bold")
+    lines = [first, Text(f"socket {daemon['socket']}", style="dim", overflow="fold")]
+    if service:
+        lines.append(Text(service, style="dim"))
+    return Group(*lines)
+
+
+def tiers(ram: RamStats, ssd: SsdStats | None) -> RenderableType:
+    """Both tiers: how full, and what is going on in them."""
+    table = plain_table(
+        "tier", "", "full", "used", "limit", "blocks", "policy", right=("full", "used", "limit", "blocks")
+    )
+    for name, tier in (("RAM", ram), ("SSD", ssd)):
+        if tier is None or not tier["limit"]:
+            table.add_row(name, Text("off", style="dim"), "", "", "", "", "")
+            continue
+        table.add_row(
+            name,
+            bar(tier["used"], tier["limit"]),
+            percent(tier["used"], tier["limit"]),
+            format_size(tier["used"]),
+            format_size(tier["limit"]),
+            f"{tier['blocks']:,}",
+            tier["policy"],
+        )
+    details = [
+        f"RAM: {format_size(ram['pinned_bytes'])} cannot leave now; {ram['leases']} leases hold "
+        f"{format_size(ram['leased_bytes'])}, {format_size(ram['reserved_bytes'])} being written"
+    ]
+    if ssd is not None:
+        details += [
+            f"SSD: {ssd['state']}, {ssd['mode']}, {ssd['codec']}; {format_size(ssd['dirty_bytes'])} dirty of "
+            f"{format_size(ssd['max_dirty'])}, {ssd['queue']} restores now",
+            f"     {format_size(ssd['free'])} free on the volume, {format_size(ssd['min_free'])} of it are left alone",
+            f"     {format_size(int(ssd['written_per_day']))} written a day, {ssd['path']}",
+        ]
+    return Group(table, *(Text(line, style="dim", overflow="fold") for line in details))
+
+
+def rates(windows: Mapping[str, RateStats]) -> Table:
+    """Hit rates and throughput over the last minutes."""
+    table = plain_table("last", *windows, right=tuple(windows))
+    values = list(windows.values())
+    table.add_row("hit rate", *(f"{v['hit_percent']:.0f} %" if v["hit_percent"] is not None else "-" for v in values))
+    table.add_row("blocks from RAM", *(f"{v['hits_ram']:.1f}/s" for v in values))
+    table.add_row("blocks from SSD", *(f"{v['hits_ssd']:.1f}/s" for v in values))
+    table.add_row("stored", *(f"{format_size(int(v['stored_bytes']))}/s" for v in values))
+    table.add_row("spilled", *(f"{format_size(int(v['spilled_bytes']))}/s" for v in values))
+    table.add_row("restored", *(f"{format_size(int(v['restored_bytes']))}/s" for v in values))
+    return table
+
+
+def hit_share(counts: Mapping[str, int]) -> str:
+    """Blocks loaded of blocks asked for."""
+    hits = counts.get("hits_ram", 0) + counts.get("hits_ssd", 0)
+    return percent(hits, hits + counts.get("misses", 0))
+
+
+def namespaces(rows: Sequence[NamespaceStats], most: int | None = None) -> RenderableType:
+    """One line a namespace, the biggest first."""
+    ordered = sorted(rows, key=lambda row: -(row["ram_bytes"] + row["ssd_bytes"]))
+    shown = ordered[:most]
+    table = plain_table("namespace", "model", "RAM", "", "SSD", "", "hits", right=("RAM", "SSD", "hits", ""))
+    for row in shown:
+        table.add_row(
+            row["id"][:8],
+            middle(row["model"], MODEL_WIDTH),
+            f"{row['ram_blocks']:,}",
+            format_size(row["ram_bytes"]),
+            f"{row['ssd_blocks']:,}",
+            format_size(row["ssd_bytes"]),
+            "retired" if row["retired"] else hit_share(row["counts"]),
+        )
+    return Group(table, *_rest(len(ordered) - len(shown), "namespaces"))
+
+
+def clients(rows: Sequence[ClientStats], most: int | None = None) -> RenderableType:
+    """One line a connection, those that hold most first."""
+    ordered = sorted(rows, key=lambda row: -(row["leased_bytes"] + row["reserved_bytes"]))
+    shown = ordered[:most]
+    table = plain_table(
+        "client",
+        "pid",
+        "connected",
+        "leases",
+        "leased",
+        "writing",
+        right=("pid", "connected", "leases", "leased", "writing"),
+    )
+    table.columns[0].max_width = 28
+    for row in shown:
+        table.add_row(
+            row["name"],
+            str(row["pid"] or "-"),
+            duration(row["connected"]),
+            str(row["leases"]),
+            format_size(row["leased_bytes"]),
+            format_size(row["reserved_bytes"]),
+        )
+    return Group(table, *_rest(len(ordered) - len(shown), "clients"))
+
+
+def _rest(count: int, what: str) -> list[Text]:
+    return [Text(f"and {count} more {what} (--all)", style="dim")] if count > 0 else []

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import pytest
+from rich.console import Console, RenderableType
+
+from omlxd.cli import views
+from tests.omlxd.stats_examples import example
+
+
+def lines(renderable: RenderableType, width: int = 80) -> list[str]:
+    console = Console(width=width, color_system=None, force_terminal=False)
+    with console.capture() as capture:
+        console.print(renderable)
+    return capture.get().splitlines()
+
+
+def test_status_fits_80_columns_and_cuts_no_number() -> None:
+    shown = lines(views.status(example(), service="systemd service, running"))
+    assert max(map(len, shown)) <= 80
+    text = "\n".join(shown)
+    for part in (
+        "pid 4711",
+        "3 h 25 min",
+        "5.0 GiB",
+        "8.0 GiB",
+        "62 %",
+        "97 %",
+        "2,345",
+        "54,321",
+        "78 %",
+        "24.0 MiB dirty",
+        "! the SSD is full",
+    ):
+        assert part in text, part
+    assert "…" not in "".join(line for line in shown if line.startswith(("RAM", "SSD")))
+
+
+def test_status_shows_the_biggest_namespaces_and_counts_the_rest() -> None:
+    text = "\n".join(lines(views.status(example())))
+    assert "and 3 more namespaces (--all)" in text
+    assert "more namespaces" not in "\n".join(lines(views.status(example(), everything=True)))
+    (retired,) = (line for line in lines(views.namespaces(example()["namespaces"])) if "retired" in line)
+    assert "1B-Instruct" in retired
+
+
+def test_status_without_an_ssd_tier_says_so() -> None:
+    stats = example()
+    stats["ssd"] = None
+    (ssd,) = (line for line in lines(views.status(stats)) if line.startswith("SSD"))
+    assert "off" in ssd
+
+
+def test_healthy_daemon_is_said_to_be_well() -> None:
+    stats = example()
+    stats["health"], stats["warnings"] = "ok", []
+    assert "all is well" in lines(views.status(stats))[0]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.44, "0.4 s"), (12.4, "12 s"), (185, "3 min"), (3600, "1 h"), (18_720, "5 h 12 min"), (352_800, "4 d 2 h")],
+)
+def test_durations_are_short(seconds: float, text: str) -> None:
+    assert views.duration(seconds) == text
+
+
+@pytest.mark.parametrize(("used", "limit", "full"), [(0, 10, 0), (5, 10, 8), (10, 10, 16), (20, 10, 16), (0, 0, 0)])
+def test_bar_is_as_full_as_the_tier(used: int, limit: int, full: int) -> None:
+    assert views.bar(used, limit).plain.count("█") == full
