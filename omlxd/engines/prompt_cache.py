@@ -1,0 +1,394 @@
+"""Prompt caches of an mlx-lm model, kept in omlxd: restore, prefill, save.
+
+**Exactness.** How a model rounds depends on how many tokens it is given at once. So that a hit and
+a miss compute alike, a prompt is always prefilled in whole blocks, and what is left of it (1 to
+``block_tokens`` tokens) is a piece of its own. That is what ``mlx_lm.generate`` with
+``prefill_step_size=block_tokens`` does, and with or without a hit the logits are bit for bit those.
+Of a prompt of exactly ``k`` blocks, therefore, ``k - 1`` are reused and the last is computed again:
+reusing all but its last token would compute that token in another shape than a miss does.
+
+**Failures.** Nothing here raises into a generation loop because of the cache, unless
+``raise_errors=True``: without a daemon, with one that goes away, or with a cache class that is not
+known, prompts are computed as usual. What happened is counted in :attr:`PromptCache.stats` and
+logged once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from omlxd.engines import caches
+from omlxd.engines.caches import CacheObject, PromptCacheList, Schema
+from omlxd.engines.daemon import Daemon
+from omlxd.engines.fingerprint import fingerprint, model_id
+from omlxd.engines.groups import Chain, Identity, KeptCaches, Saved
+from omlxd.errors import OmlxdError, Unavailable
+
+if TYPE_CHECKING:
+    from omlxd.client import Cache
+
+T = TypeVar("T")
+
+#: A loaded mlx-lm model (``mlx.nn.Module``); it is called with tokens and a cache.
+Model = Any
+Progress = Callable[[int, int], object]
+
+logger = logging.getLogger(__name__)
+
+BLOCK_TOKENS: Final = 64
+SNAPSHOT_TOKENS: Final = 512
+LOAD_SECONDS: Final = 30.0
+
+
+@dataclass(slots=True)
+class Stats:
+    """Counters since the prompt cache was made."""
+
+    restored_tokens: int = 0
+    prefilled_tokens: int = 0
+    """Computed by :meth:`PromptCache.prefill`."""
+    hits: int = 0
+    misses: int = 0
+    saved: Saved = field(default_factory=Saved)
+    unavailable: int = 0
+    """Calls that found no daemon."""
+    refused: Counter[str] = field(default_factory=Counter)
+    """Calls that could not be served for another reason, by reason."""
+
+
+@dataclass(slots=True, eq=False)
+class _Form:
+    """A model's cache in one precision, and the lengths (in tokens) at which mlx-lm has it in that precision."""
+
+    signature: tuple[object, ...]
+    schema: Schema
+    make: Callable[[], PromptCacheList]
+    first: int
+    stop: int | None
+    kept: KeptCaches | None = None
+
+
+
+@dataclass(slots=True)
+class _Storing:
+    """How far a prompt is stored in one form while it is being prefilled."""
+
+    chain: Chain
+    blocks: int
+
+
+class PromptCache:
+    """The prompt caches of one loaded model, kept in a daemon.
+
+    Use it in the thread that the model runs in.
+    """
+
+    def __init__(
+        self,
+        client: Cache | str | os.PathLike[str] | None,
+        model: Model,
+        model_path: str | os.PathLike[str],
+        *,
+        block_tokens: int = BLOCK_TOKENS,
+        snapshot_tokens: int = SNAPSHOT_TOKENS,
+        prefill_blocks: int = 1,
+        kv_bits: int | None = None,
+        kv_group_size: int = 64,
+        quantized_kv_start: int = 0,
+        max_kv_size: int | None = None,
+        adapter_path: str | os.PathLike[str] | None = None,
+        salt: str | bytes | None = None,
+        load_seconds: float = LOAD_SECONDS,
+        raise_errors: bool = False,
+    ) -> None:
+        """Prepare; computes nothing and needs no daemon yet.
+
+        Args:
+            client: what ``omlxd.connect()`` returned; or a socket's path, or None for the default one: connected
+                when needed.
+            model: the loaded model.
+            model_path: the folder or hub name that it was loaded from, for the fingerprint of its weights.
+            block_tokens: tokens of a block. A prefix is reused in whole blocks.
+            snapshot_tokens: distance of the snapshots of state that can't be cut (recurrent layers); a multiple
+                of ``block_tokens``. The last whole block of each prompt gets one too.
+            prefill_blocks: blocks given to the model at once. More than 1 is faster on some GPUs; a hit that ends
+                inside such a piece is then followed by pieces of another shape, which round differently.
+            kv_bits, kv_group_size, quantized_kv_start: as in ``mlx_lm.generate``.
+            max_kv_size: as in ``mlx_lm.generate``.
+            adapter_path: LoRA folder that was loaded with the model.
+            salt: keeps users or tenants apart, or marks an adapter that has no folder.
+            load_seconds: how long a restore may wait for blocks.
+            raise_errors: raise instead of computing on without the cache.
+
+        Raises:
+            ValueError: a size that makes no sense.
+            UnsupportedCacheError: with ``raise_errors`` only.
+        """
+        if block_tokens < 1 or prefill_blocks < 1:
+            raise ValueError(f"block_tokens={block_tokens}, prefill_blocks={prefill_blocks}: both must be at least 1")
+        if snapshot_tokens < 1 or snapshot_tokens % block_tokens:
+            raise ValueError(f"snapshot_tokens={snapshot_tokens} must be a multiple of block_tokens ({block_tokens})")
+        self.model = model
+        self.block_tokens = block_tokens
+        self.stats = Stats()
+        self._snapshot_tokens = snapshot_tokens
+        self._piece = prefill_blocks * block_tokens
+        self._daemon = Daemon(client)
+        self._load_seconds = load_seconds
+        self._raise = raise_errors
+        self._logged: set[str] = set()
+        self._kv_bits, self._kv_group_size, self._kv_start = kv_bits, kv_group_size, quantized_kv_start
+        self._max_kv_size = max_kv_size
+        self._identity: Identity | None = None
+        self._forms: list[_Form] = []
+        self._attempt(partial(self._prepare, model_path, adapter_path, salt), None)
+
+    def _prepare(
+        self, model_path: str | os.PathLike[str], adapter_path: str | os.PathLike[str] | None, salt: str | bytes | None
+    ) -> None:
+        folder = _folder(model_path)
+        self._identity = Identity(model_id(folder), fingerprint(folder, adapter_path=adapter_path), salt)
+        quantized = self._kv_bits is not None
+        forms = []
+        if quantized:
+            forms.append(self._form(self._fresh_quantized, self._kv_start, None))
+        if not quantized or self._kv_start > 0:
+            forms.append(self._form(self.fresh, 0, self._kv_start if quantized else None))
+        self._forms = forms
+
+    def _form(self, make: Callable[[], PromptCacheList], first: int, stop: int | None) -> _Form:
+        import mlx.core as mx
+
+        cache = make()
+        # MLX is lazy: this gives every array's shape and type, and computes none.
+        self.model(mx.zeros((1, self.block_tokens), dtype=mx.int32), cache=cache)
+        schema = Schema.of(cache, self.block_tokens)
+        return _Form(_signature(cache), schema, make, first, stop)
+
+    def fresh(self) -> PromptCacheList:
+        """A new, empty prompt cache of the model."""
+        from mlx_lm.models.cache import make_prompt_cache
+
+        made: PromptCacheList = make_prompt_cache(self.model, self._max_kv_size)
+        return made
+
+    def _fresh_quantized(self) -> PromptCacheList:
+        return [
+            layer.to_quantized(group_size=self._kv_group_size, bits=self._kv_bits)
+            if hasattr(layer, "to_quantized")
+            else layer
+            for layer in self.fresh()
+        ]
+
+    @property
+    def generation_options(self) -> dict[str, int]:
+        """What ``mlx_lm.generate`` must be told to make the same caches."""
+        options = {"max_kv_size": self._max_kv_size, "kv_bits": self._kv_bits}
+        if self._kv_bits is not None:
+            options |= {"kv_group_size": self._kv_group_size, "quantized_kv_start": self._kv_start}
+        return {name: value for name, value in options.items() if value is not None}
+
+    # -- restore, prefill, save
+
+    def restore(self, tokens: Sequence[int]) -> tuple[PromptCacheList, int]:
+        """A prompt cache holding the longest prefix of ``tokens`` that is kept, and that prefix's length in tokens.
+
+        The length is a multiple of ``block_tokens`` and smaller than ``len(tokens)``: the last token is always left
+        to be computed. On a miss the cache is empty and the length 0. The cache is the caller's own; nothing done to
+        it reaches the kept blocks.
+        """
+        for form in self._forms:
+            cache = form.make()
+            blocks = self._attempt(partial(self._restore, form, cache, tokens), 0)
+            if blocks:
+                self.stats.hits += 1
+                self.stats.restored_tokens += blocks * self.block_tokens
+                return cache, blocks * self.block_tokens
+        self.stats.misses += 1
+        return self.fresh(), 0
+
+    def _restore(self, form: _Form, cache: PromptCacheList, tokens: Sequence[int]) -> int:
+        blocks = (len(tokens) - 1) // self.block_tokens
+        if form.stop is not None:
+            blocks = min(blocks, (form.stop - 1) // self.block_tokens)
+        first = max(1, -(-form.first // self.block_tokens))
+        if blocks < first:
+            return 0
+        kept = self._kept(form)
+        return kept.fill(cache, kept.chain(tokens[: blocks * self.block_tokens]), blocks, least=first)
+
+    def prefill(
+        self,
+        tokens: Sequence[int],
+        cache: PromptCacheList,
+        start: int | None = None,
+        *,
+        progress: Progress | None = None,
+    ) -> int:
+        """Compute the whole blocks of ``tokens`` that ``cache`` does not hold yet, storing each as it is done.
+
+        ``start`` is how many tokens the cache holds (what :meth:`restore` returned); by default the cache is asked.
+        Returns how many it holds afterwards: at least one token is left for the caller. ``progress(done, total)`` is
+        called after each piece; it may raise to stop, and what was computed is kept.
+
+        Raises:
+            ValueError: ``start`` is not given and the cache can't tell, or it is more than there are tokens.
+        """
+        import mlx.core as mx
+
+        done = self._start(tokens, cache, start)
+        last = (len(tokens) - 1) // self.block_tokens * self.block_tokens
+        whole = tokens[:last]
+        storing: dict[_Form, _Storing] = {}
+        with mx.stream(_stream()):
+            while done < last:
+                stop = min(last, self._next_stop(done))
+                self.model(mx.array(list(tokens[done:stop]))[None], cache=cache)
+                self._quantize(cache)
+                mx.eval([layer.state for layer in cache])
+                self.stats.prefilled_tokens += stop - done
+                begun, done = done, stop
+                self._attempt(partial(self._store_piece, cache, whole, begun, done, storing), None)
+                mx.clear_cache()
+                if progress is not None:
+                    progress(done, len(tokens))
+        return done
+
+    def _start(self, tokens: Sequence[int], cache: PromptCacheList, start: int | None) -> int:
+        if start is None:
+            start = caches.position(cache)
+        if start is None:
+            raise ValueError("this cache does not know how many tokens it holds: give start=")
+        if start > len(tokens):
+            raise ValueError(f"the cache holds {start} tokens, more than the prompt's {len(tokens)}")
+        return start
+
+    def _next_stop(self, done: int) -> int:
+        """Pieces end at multiples of their size, and where a snapshot is due."""
+        return min(done - done % step + step for step in (self._piece, self._snapshot_tokens))
+
+    def _store_piece(
+        self, cache: PromptCacheList, whole: Sequence[int], begun: int, done: int, storing: dict[_Form, _Storing]
+    ) -> None:
+        """Store what the piece from ``begun`` to ``done`` has completed; of a form that begins here, everything."""
+        form = self._form_of(cache)
+        if form is None:
+            return
+        kept = self._kept(form)
+        here = storing.get(form)
+        if here is None:
+            first = begun // self.block_tokens if begun >= form.first else 0
+            here = storing[form] = _Storing(kept.chain(whole), first)
+        snapshot = done == len(whole) or done % self._snapshot_tokens == 0
+        blocks = done // self.block_tokens
+        self.stats.saved.add(kept.store(cache, here.chain, here.blocks, blocks, snapshot=snapshot))
+        here.blocks = blocks
+
+    def save(self, tokens: Sequence[int], cache: PromptCacheList, *, row: int | None = None) -> Saved:
+        """Store the whole blocks that ``cache`` holds of ``tokens`` (prompt and answer) and that are not kept yet.
+
+        ``row`` picks one sequence of a batched cache. A cache that holds more than ``tokens`` is saved as far as they
+        go, one that holds fewer as far as it goes. State is kept when both end on the same block's boundary.
+        """
+        return self._attempt(partial(self._save, tokens, cache, row), Saved())
+
+    def _save(self, tokens: Sequence[int], cache: PromptCacheList, row: int | None) -> Saved:
+        if row is not None:
+            cache = caches.row(cache, row)
+        form = self._form_of(cache)
+        held = caches.position(cache) if form is not None else 0
+        count = len(tokens) if held is None else min(held, len(tokens))
+        blocks = count // self.block_tokens
+        if form is None or blocks == 0:
+            return Saved()
+        kept = self._kept(form)
+        chain = kept.chain(tokens[: blocks * self.block_tokens])
+        exactly = held in (None, count) and count == blocks * self.block_tokens
+        saved = kept.store(cache, chain, 0, blocks, snapshot=exactly)
+        self.stats.saved.add(saved)
+        return saved
+
+    def _form_of(self, cache: PromptCacheList) -> _Form | None:
+        """The form that a cache is in; None when there is no daemon side for this model at all."""
+        if not self._forms:
+            return None
+        signature = _signature(cache)
+        for form in self._forms:
+            if form.signature == signature:
+                return form
+        raise caches.UnsupportedCacheError(
+            f"this cache is none of the model's: {_differs(self._forms[0].signature, signature)}"
+        )
+
+    def _kept(self, form: _Form) -> KeptCaches:
+        client = self._daemon.client()
+        if form.kept is None:
+            assert self._identity is not None
+            form.kept = KeptCaches(client, form.schema, self._identity, patience=self._load_seconds)
+        return form.kept
+
+    def _quantize(self, cache: PromptCacheList) -> None:
+        if self._kv_bits is not None:
+            from mlx_lm.generate import maybe_quantize_kv_cache
+
+            maybe_quantize_kv_cache(
+                cache,
+                quantized_kv_start=self._kv_start,
+                kv_group_size=self._kv_group_size,
+                kv_bits=self._kv_bits,
+            )
+
+    def _attempt(self, action: Callable[[], T], otherwise: T) -> T:
+        """Do something that needs the cache; on any trouble count it, log its first time, and go on without."""
+        try:
+            return action()
+        except Exception as error:
+            if self._raise:
+                raise
+            reason = type(error).__name__
+            if isinstance(error, Unavailable):
+                self.stats.unavailable += 1
+            else:
+                self.stats.refused[reason] += 1
+            if reason not in self._logged:
+                self._logged.add(reason)
+                expected = isinstance(error, OmlxdError | caches.UnsupportedCacheError | OSError)
+                logger.warning("computing without omlxd: %s", error, exc_info=not expected)
+            return otherwise
+
+
+def _signature(cache: Sequence[CacheObject]) -> tuple[object, ...]:
+    return tuple(
+        (path, type(cached).__name__, *caches.leaf_of(cached).parameters(cached))
+        for path, cached in caches.leaves(cache)
+    )
+
+
+def _differs(expected: tuple[object, ...], found: tuple[object, ...]) -> str:
+    if len(expected) != len(found):
+        return f"it has {len(found)} members, not {len(expected)}"
+    return next(f"{b} where {a} is expected" for a, b in zip(expected, found, strict=True) if a != b)
+
+
+def _folder(model_path: str | os.PathLike[str]) -> Path:
+    """The folder of a model that was given by folder or by its name on the hub (it is loaded, so it is there)."""
+    path = Path(model_path).expanduser()
+    if path.exists():
+        return path
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(str(model_path), local_files_only=True, allow_patterns=["*.json", "*.safetensors"]))
+
+
+def _stream() -> Any:
+    """The stream that mlx-lm generates in."""
+    from mlx_lm.generate import generation_stream
+
+    return generation_stream
