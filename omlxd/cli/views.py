@@ -12,7 +12,7 @@ from omlxd.schema import ClientStats, NamespaceStats, RamStats, RateStats, SsdSt
 from omlxd.storage.sizes import format_size
 
 BAR = 16
-MODEL_WIDTH = 25
+MODEL_WIDTH = 22
 MOST_ROWS = 12
 """Namespaces and clients that are shown; the rest is summed up in a line (`--all` shows them)."""
 

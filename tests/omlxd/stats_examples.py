@@ -79,7 +79,7 @@ def example() -> Stats:
         "histograms": {"load_seconds": {"bounds": [0.001, 0.01, 0.1], "counts": [5, 9, 10, 11], "sum": 0.7}},
         "namespaces": [
             {
-                "id": f"{index:064x}",
+                "id": f"{index:02x}" * 32,
                 "model": f"mlx-community/A-Rather-Long-Model-Name-{index}B-Instruct-4bit",
                 "fingerprint": "f" * 64,
                 "block_tokens": 64,

@@ -40,7 +40,7 @@ def test_status_shows_the_biggest_namespaces_and_counts_the_rest() -> None:
     assert "and 3 more namespaces (--all)" in text
     assert "more namespaces" not in "\n".join(lines(views.status(example(), everything=True)))
     (retired,) = (line for line in lines(views.namespaces(example()["namespaces"])) if "retired" in line)
-    assert "1B-Instruct" in retired
+    assert retired.startswith("01010101")
 
 
 def test_status_without_an_ssd_tier_says_so() -> None:
