@@ -164,16 +164,15 @@ class Layout:
         target = np.frombuffer(out, np.uint8)
         if target.size != self.nbytes:
             raise ValueError(f"room for {target.size} bytes, the layout has {self.nbytes}")
-        sources = [_host_source(array) for array in arrays]
-        metal.evaluate(source for source in sources if source is not None and not isinstance(source, np.ndarray))
+        metal.evaluate(array for array in arrays if array is not None and not isinstance(array, np.ndarray))
         end = 0
-        for spec, start, source in zip(self.tensors, self.offsets, sources, strict=True):
-            if source is None or spec.nbytes == 0:
+        for spec, start, array in zip(self.tensors, self.offsets, arrays, strict=True):
+            if array is None or spec.nbytes == 0:
                 continue
             target[end:start] = 0
             end = start + spec.nbytes
-            host = source if isinstance(source, np.ndarray) else metal.host_view(source)
-            np.copyto(target[start:end].view(_native(host.dtype)).reshape(host.shape), host)
+            host = array if isinstance(array, np.ndarray) else metal.host_view(array)
+            np.copyto(target[start:end].view(_little_endian(host.dtype)).reshape(host.shape), host)
 
     def unpack(self, payload: memoryview | bytes | mx.array) -> list[mx.array | None]:
         """Return the tensors of a payload, a view of its bytes or the flat ``uint8`` array over them.
@@ -274,12 +273,6 @@ def _fits(spec: TensorSpec, array: Tensor) -> bool:
     return name == spec.dtype or (spec.dtype == metal.BFLOAT16 and name == "uint16" and isinstance(array, np.ndarray))
 
 
-def _host_source(array: Tensor) -> mx.array | NDArray[np.generic] | None:
-    if array is None or isinstance(array, np.ndarray):
-        return array
-    return metal.in_host_dtype(array)
-
-
-def _native(dtype: np.dtype[np.generic]) -> np.dtype[np.generic]:
+def _little_endian(dtype: np.dtype[np.generic]) -> np.dtype[np.generic]:
     """Payloads are little-endian, as every system that MLX runs on is."""
     return dtype.newbyteorder("<")

@@ -73,15 +73,18 @@ def whole_pages(held: Bytes) -> Bytes:
 
 
 def host_view(array: mx.array) -> NDArray[np.generic]:
-    """Return an evaluated MLX array as a NumPy array over the same memory, without a copy.
+    """Return an MLX array as a NumPy array over the same memory, without a copy.
 
-    Strides are kept, so slices and transposes work. bfloat16 comes as ``uint16``, see ``in_host_dtype``.
+    A contiguous array comes as its flat bytes; another one (a slice, a transpose) in its shape and
+    strides, bfloat16 as ``uint16``. What is lazy is computed on the calling thread.
     """
-    return np.array(array, copy=False)
+    try:
+        return np.frombuffer(array, np.uint8)
+    except BufferError:
+        return np.array(_in_host_dtype(array), copy=False)
 
 
-def in_host_dtype(array: mx.array) -> mx.array:
-    """Return ``array``, or for bfloat16 the same bits as ``uint16``; not evaluated yet."""
+def _in_host_dtype(array: mx.array) -> mx.array:
     import mlx.core as mx
 
     return array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
