@@ -104,8 +104,9 @@ class Connection:
             self._loop.add_reader(self._fd, self._readable)
 
     def send(self, data: bytes, fds: Sequence[int] = ()) -> None:
-        """Send a frame, now or as soon as the peer takes it. ``fds`` must stay open until it is sent or closed."""
+        """Send a frame, now or as soon as the peer takes it. Takes ``fds`` over: they are closed here once they are sent."""
         if self.closed or self._closing:
+            _close_all(fds)
             return
         view = memoryview(data)
         attached = tuple(fds)
@@ -115,12 +116,14 @@ class Connection:
             except (BlockingIOError, InterruptedError):
                 sent = 0
             except OSError as error:
+                _close_all(attached)
                 self.close(f"send failed: {error}")
                 return
-            if sent == len(view):
-                return
             if sent:
+                _close_all(attached)
                 view, attached = view[sent:], ()
+                if not view:
+                    return
             self._loop.add_writer(self._fd, self._writable)
         self._queue.append((view, attached))
         self._queued += len(view)
@@ -146,6 +149,8 @@ class Connection:
             self._loop.remove_reader(self._fd)
         if self._queue:
             self._loop.remove_writer(self._fd)
+        for _, fds in self._queue:
+            _close_all(fds)
         self._queue.clear()
         self._queued = 0
         self._sock.close()
@@ -175,6 +180,7 @@ class Connection:
                 self.close(f"send failed: {error}")
                 return
             self._queued -= sent
+            _close_all(fds)
             if sent < len(view):
                 self._queue[0] = (view[sent:], ())
                 return
@@ -182,3 +188,8 @@ class Connection:
         self._loop.remove_writer(self._fd)
         if self._closing:
             self.close("finished")
+
+
+def _close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)

@@ -121,7 +121,9 @@ class Link:
             Refused: the daemon refuses.
             Unavailable: it has gone, or does not answer in time (the link is dead then).
         """
-        answer = self.next(self.begin(verb, fields, timeout), timeout)
+        call = self.begin(verb, fields, timeout)
+        while (answer := self.next(call, timeout)).kind == "more":
+            pass
         return answer.body
 
     def begin(self, verb: str, fields: Message, timeout: float = CALL_SECONDS) -> Call:

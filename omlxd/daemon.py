@@ -1,0 +1,189 @@
+"""The daemon as a process: from a configuration to a running server, and back down in good order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from omlxd.activation import extend_timeout, inherited_sockets, notify
+from omlxd.config import Config
+from omlxd.listening import Listening, listen_at
+from omlxd.paths import mark_cache, private_dir, socket_path
+from omlxd.report import About, Reporter
+from omlxd.server import Server, ServerSettings
+from omlxd.storage.arena import Arena
+from omlxd.storage.ram import RamTier
+from omlxd.storage.sizes import format_size
+from omlxd.storage.spill import SpillSettings, WriteMode
+from omlxd.storage.ssd import SsdError, SsdTier
+from omlxd.storage.tiers import Store, StoreSettings
+
+log = logging.getLogger(__name__)
+
+SAMPLE_SECONDS = 5.0
+UPKEEP_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What the configuration's sizes come to on this machine, in bytes."""
+
+    ram: int
+    segment: int
+    max_dirty: int
+
+
+def sizes_of(config: Config) -> Sizes:
+    """Resolve sizes against this machine's memory."""
+    ram = config.ram_bytes(psutil.virtual_memory().total)
+    return Sizes(ram, config.segment_bytes(), config.max_dirty_bytes(ram))
+
+
+def store_settings(config: Config, sizes: Sizes) -> StoreSettings:
+    """How the store is to behave, from the configuration."""
+    return StoreSettings(
+        spill=SpillSettings(
+            mode=WriteMode(config.ssd.mode),
+            max_dirty_bytes=sizes.max_dirty,
+            group_bytes=max(1 << 20, min(32 << 20, sizes.max_dirty // 4)),
+        ),
+        max_reserved_bytes=max(1 << 20, min(1 << 30, sizes.ram // 4, sizes.max_dirty)),
+    )
+
+
+class Daemon:
+    """One run."""
+
+    def __init__(self, config: Config, *, config_file: Path | None = None) -> None:
+        self.config = config
+        self.about = About(
+            config_file=str(config_file or ""), log_level=config.daemon.log_level, codec=config.ssd.codec
+        )
+        self._stop = asyncio.Event()
+        self._signals = 0
+        self.reporter: Reporter | None = None
+
+    async def run(self, ready: Callable[[str], None] | None = None) -> None:
+        """Serve until told to stop; ``ready`` is told the socket once clients can connect.
+
+        Raises:
+            SocketTaken, PathError: the socket can't be had.
+            SsdLocked: another daemon has the store.
+        """
+        loop = asyncio.get_running_loop()
+        sizes = sizes_of(self.config)
+        sockets = inherited_sockets()
+        listening: Listening | None = None
+        if sockets:
+            self.about.socket = str(sockets[0].getsockname())
+        else:
+            chosen = self.config.daemon.socket
+            path = Path(chosen).expanduser() if chosen else socket_path()
+            listening = listen_at(path, group=self._group())
+            sockets = [listening.sock]
+            self.about.socket = str(path)
+        try:
+            store = self.open_store(sizes)
+            server = Server(store, ServerSettings(group=self._group()), on_shutdown=self._stop.set)
+            self.reporter = Reporter(server, self.about)
+            server.reporter = self.reporter
+            server.adopt_namespaces()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, self._signalled)
+            store.start()
+            server.listen(sockets)
+            gc.collect()
+            gc.freeze()
+            log.info("serving at %s, RAM %s, pid %d", self.about.socket, format_size(sizes.ram), os.getpid())
+            notify("READY=1", f"STATUS=serving at {self.about.socket}")
+            if ready is not None:
+                ready(self.about.socket)
+            upkeep = loop.create_task(self._upkeep(server))
+            try:
+                await self._stop.wait()
+            finally:
+                upkeep.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await upkeep
+            await self._shut_down(server)
+        finally:
+            if listening is not None:
+                listening.close()
+
+    def open_store(self, sizes: Sizes) -> Store:
+        """Open both tiers as the configuration says. A store that is broken is moved aside, not an error."""
+        config = self.config
+        arena = Arena(sizes.ram, segment_bytes=min(sizes.segment, max(sizes.ram, arena_page())))
+        ram = RamTier(arena, config.ram.policy)
+        ssd = None
+        if config.ssd.size not in ("0",):
+            path = private_dir(Path(config.ssd.path).expanduser())
+            mark_cache(path)
+            ssd = SsdTier.open(path, config)
+        return Store(ram, ssd, store_settings(config, sizes), clock=time.monotonic)
+
+    def _group(self) -> int | None:
+        if not self.config.daemon.group:
+            return None
+        import grp
+
+        return grp.getgrnam(self.config.daemon.group).gr_gid
+
+    def _signalled(self) -> None:
+        self._signals += 1
+        if self._signals > 1:
+            log.warning("asked to stop again: what is still dirty is given up")
+            os._exit(1)
+        self._stop.set()
+
+    async def _upkeep(self, server: Server) -> None:
+        assert self.reporter is not None
+        while True:
+            self.reporter.sample()
+            await asyncio.sleep(SAMPLE_SECONDS)
+
+    async def _shut_down(self, server: Server) -> None:
+        store = server.store
+        server.stop_listening()
+        dirty = store.spiller.dirty_bytes if store.spiller is not None else 0
+        log.info("stopping; %s have to reach the SSD", format_size(dirty))
+        notify("STOPPING=1", extend_timeout(30 + dirty / 20e6))
+
+        def progress(left: int) -> None:
+            log.info("draining: %s to go", format_size(left))
+            notify(f"STATUS=draining: {format_size(left)} to go", extend_timeout(30 + left / 20e6))
+
+        await store.stop(progress)
+        server.close_sessions("the daemon has ended")
+        log.info("ended in good order")
+
+
+def arena_page() -> int:
+    """The smallest segment: one page."""
+    from omlxd.storage import pages
+
+    return pages.PAGE_BYTES
+
+
+def run(config: Config, *, config_file: Path | None = None, ready: Callable[[str], None] | None = None) -> None:
+    """Run a daemon in this process until it is stopped. Raises as :meth:`Daemon.run` does."""
+    import uvloop
+
+    async def serve() -> None:
+        await Daemon(config, config_file=config_file).run(ready)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve())
+
+
+assert SsdError

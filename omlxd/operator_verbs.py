@@ -1,0 +1,128 @@
+"""What an operator can ask the daemon: look, remove, drain, resize, end."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+from omlxd.fields import Fields
+from omlxd.protocol import Code, Message, RequestError
+from omlxd.storage import upkeep
+from omlxd.verbs import verb
+
+if TYPE_CHECKING:
+    from omlxd.namespaces import NamespaceInfo
+    from omlxd.session import Session
+
+MAX_LISTED = 10_000
+
+
+@verb("stats")
+def stats(session: Session, fields: Fields, request_id: int) -> Message:
+    """Everything that ``omlxd status`` shows."""
+    return session.server.stats()
+
+
+@verb("list")
+def list_blocks(session: Session, fields: Fields, request_id: int) -> Message:
+    """Blocks of a namespace, tier or key prefix; ``limit`` bounds the answer, ``total`` says how many there are."""
+    server = session.server
+    namespace = _one_namespace(session, fields, optional=True)
+    tier = fields.choice("tier", ("any", "ram", "ssd"), "any")
+    prefix = fields.text("prefix", "", longest=72)
+    if any(c not in "0123456789abcdefABCDEF" for c in prefix):
+        raise RequestError(Code.BAD_REQUEST, f"prefix is {prefix!r}; hexadecimal digits are needed")
+    limit = fields.integer("limit", 1, MAX_LISTED, 1000)
+    rows, total = upkeep.listing(
+        server.store,
+        namespace=None if namespace is None else namespace.id,
+        tier=tier,
+        prefix=prefix.lower(),
+        limit=limit,
+    )
+    return {"blocks": rows, "total": total, "models": {info.id: info.model for info in server.namespaces}}
+
+
+@verb("leases")
+def leases(session: Session, fields: Fields, request_id: int) -> Message:
+    """Who holds what: one row for each lease."""
+    now = session.server.store.now()
+    rows = [
+        {
+            "lease": load.id,
+            "client": other.name,
+            "pid": other.peer.pid,
+            "session": other.number,
+            "blocks": len(load.blocks),
+            "bytes": load.nbytes,
+            "seconds": now - load.since,
+        }
+        for other in session.server.sessions.values()
+        for load in session.server.store.leases_of(other)
+    ]
+    return {"leases": rows}
+
+
+@verb("remove")
+async def remove(session: Session, fields: Fields, request_id: int) -> Message:
+    """Remove blocks by key from both tiers; leased ones become misses at once, their memory follows."""
+    removed = await upkeep.remove(session.server.store, fields.keys())
+    return {"removed": removed}
+
+
+@verb("clear")
+async def clear(session: Session, fields: Fields, request_id: int) -> Message:
+    """Remove all blocks, of one namespace or of one tier if it is named."""
+    namespace = _one_namespace(session, fields, optional=True)
+    tier = fields.choice("tier", ("all", "ram", "ssd"), "all")
+    done = await upkeep.clear(session.server.store, None if namespace is None else namespace.id, tier)
+    return {"ram_blocks": done.ram_blocks, "ram_bytes": done.ram_bytes, "ssd_blocks": done.ssd_blocks, "ssd_bytes": done.ssd_bytes}
+
+
+@verb("flush")
+async def flush(session: Session, fields: Fields, request_id: int) -> Message:
+    """Write all dirty blocks to the SSD; parts tell the bytes to go."""
+    spiller = session.server.store.spiller
+    if spiller is None:
+        raise RequestError(Code.SSD_UNAVAILABLE, "there is no SSD tier to flush to: [ssd] size is 0, or the store could not be opened")
+    before = spiller.counts["spilled"]
+    await spiller.drain(lambda left: session.more(request_id, {"dirty_bytes": left}))
+    return {"dirty_bytes": spiller.dirty_bytes, "spilled": spiller.counts["spilled"] - before, "parked": spiller.parked_blocks}
+
+
+@verb("resize")
+def resize(session: Session, fields: Fields, request_id: int) -> Message:
+    """Change the RAM budget (bytes) until the next restart; ``over`` says how much still has to leave."""
+    store = session.server.store
+    page = store.ram.arena.page_bytes
+    over = store.resize_ram(fields.integer("ram_bytes", page, 1 << 50))
+    return {"ram_budget": store.ram.arena.budget, "over": over}
+
+
+@verb("shutdown")
+async def shutdown(session: Session, fields: Fields, request_id: int) -> None:
+    """Drain and end; parts tell the bytes to go, the connection's end says that it is done."""
+    server = session.server
+    spiller = server.store.spiller
+    session.more(request_id, {"dirty_bytes": spiller.dirty_bytes if spiller is not None else 0, "pid": server.pid})
+    server.on_shutdown()
+    while not session.closed:
+        await asyncio.sleep(0.1)
+        left = spiller.dirty_bytes if spiller is not None else 0
+        session.more(request_id, {"dirty_bytes": left, "at": time.time()})
+
+
+def _one_namespace(session: Session, fields: Fields, *, optional: bool) -> NamespaceInfo | None:
+    """The namespace that ``namespace`` names: a model's id, or the first digits of the namespace's id."""
+    if optional and "namespace" not in fields:
+        return None
+    text = fields.text("namespace")
+    found = session.server.namespaces.find(text)
+    if len(found) != 1:
+        known = ", ".join(sorted({info.model for info in session.server.namespaces})) or "none"
+        if not found:
+            raise RequestError(Code.NOT_FOUND, f"no namespace is named {text!r}; known models: {known}")
+        ids = ", ".join(f"{info.id.hex()[:12]} ({info.block_tokens} tokens a block)" for info in found)
+        raise RequestError(Code.REFUSED, f"{text!r} has {len(found)} namespaces: name one by its id: {ids}")
+    return found[0]

@@ -1,0 +1,226 @@
+"""What ``stats`` answers, gathered from the parts. Shape and meaning are in ``schema.py``."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import omlxd
+from omlxd.rates import WINDOWS, Rates
+from omlxd.schema import SCHEMA, ClientStats, NamespaceStats, RamStats, RateStats, SsdStats, Stats
+from omlxd.storage.sizes import format_size
+
+if TYPE_CHECKING:
+    from omlxd.server import Server
+    from omlxd.session import Session
+    from omlxd.storage.tiers import Store
+
+SHORT_SECONDS = {60: "1m", 300: "5m", 900: "15m"}
+
+
+@dataclass(slots=True)
+class About:
+    """What the daemon knows of itself beside its parts."""
+
+    socket: str = ""
+    config_file: str = ""
+    log_level: str = "info"
+    config_problem: str | None = None
+    needs_restart: tuple[str, ...] = ()
+    codec: str = "auto"
+    troubles: tuple[str, ...] = ()
+    """What went wrong at start, in plain words."""
+
+
+class Reporter:
+    """Builds the answer to ``stats`` and keeps the samples that rates need."""
+
+    def __init__(self, server: Server, about: About) -> None:
+        self._server = server
+        self.about = about
+        self._rates = Rates()
+
+    def sample(self) -> None:
+        """Remember the counters for the rates; called every few seconds."""
+        self._rates.note(self._server.store.now(), self._growing())
+
+    def stats(self) -> Stats:
+        """Everything that ``omlxd status`` shows."""
+        server, store = self._server, self._server.store
+        warnings = self._warnings()
+        counts = Counter(server.counts)
+        for (_, what), count in store.counts.items():
+            counts[what] += count
+        if store.spiller is not None:
+            counts.update({f"spill_{what}": count for what, count in store.spiller.counts.items()})
+        if store.restorer is not None:
+            counts.update({f"restore_{what}": count for what, count in store.restorer.counts.items()})
+        return {
+            "schema": SCHEMA,
+            "daemon": {
+                "version": omlxd.__version__,
+                "pid": server.pid,
+                "boot": server.boot,
+                "state": "draining" if store.closing else "serving",
+                "uptime": time.time() - server.started,
+                "socket": self.about.socket,
+                "config_file": self.about.config_file,
+                "log_level": self.about.log_level,
+                "config_problem": self.about.config_problem,
+                "needs_restart": list(self.about.needs_restart),
+            },
+            "health": "trouble" if warnings else "ok",
+            "warnings": warnings,
+            "ram": _ram(store),
+            "ssd": self._ssd(store),
+            "rates": {SHORT_SECONDS[window]: self._rate(window) for window in WINDOWS},
+            "counts": dict(counts),
+            "evictions": {f"ram.{cause}": count for cause, count in store.removals.items()},
+            "histograms": {},
+            "namespaces": [self._namespace(info.id) for info in server.namespaces],
+            "clients": [_client(session, store) for session in server.sessions.values()],
+        }
+
+    def _growing(self) -> dict[str, float]:
+        totals: Counter[str] = Counter()
+        for (_, what), count in self._server.store.counts.items():
+            totals[what] += count
+        store = self._server.store
+        if store.spiller is not None:
+            totals["spilled_bytes"] = store.spiller.counts["spilled_bytes"]
+        if store.restorer is not None:
+            totals["restored_bytes"] = store.restorer.counts["restored_bytes"]
+        return dict(totals)
+
+    def _rate(self, window: int) -> RateStats:
+        totals = self._growing()
+        for name in _RATED:
+            totals.setdefault(name, 0.0)
+        rate = self._rates.over(window, self._server.store.now(), totals)
+        hits = rate["hits_ram"] + rate["hits_ssd"]
+        asked = hits + rate["misses"]
+        return {
+            "hits_ram": rate["hits_ram"],
+            "hits_ssd": rate["hits_ssd"],
+            "misses": rate["misses"],
+            "hit_percent": 100 * hits / asked if asked else None,
+            "stored_bytes": rate["stored_bytes"],
+            "spilled_bytes": rate["spilled_bytes"],
+            "restored_bytes": rate["restored_bytes"],
+            "loaded_bytes": rate["hit_bytes_ram"] + rate["hit_bytes_ssd"],
+        }
+
+    def _ssd(self, store: Store) -> SsdStats | None:
+        if store.ssd is None or store.spiller is None or store.restorer is None:
+            return None
+        ssd = store.ssd.stats()
+        days = max(1e-9, (time.time() - self._server.started) / 86_400)
+        return {
+            "state": ssd["state"],
+            "path": ssd["path"],
+            "limit": ssd["limit"],
+            "used": ssd["used_bytes"],
+            "blocks": ssd["blocks"],
+            "payload_bytes": ssd["payload_bytes"],
+            "stored_bytes": ssd["stored_bytes"],
+            "policy": ssd["policy"],
+            "mode": str(store.settings.spill.mode),
+            "codec": self.about.codec,
+            "free": ssd["free_bytes"],
+            "min_free": ssd["min_free"],
+            "dirty_blocks": store.spiller.dirty_blocks,
+            "dirty_bytes": store.spiller.dirty_bytes,
+            "max_dirty": store.settings.spill.max_dirty_bytes,
+            "queue": len(store.restorer),
+            "quarantined": ssd["quarantined"],
+            "written_bytes": ssd["written_bytes"],
+            "written_per_day": ssd["written_bytes"] / max(days, 1 / 24),
+            "read_bytes": store.restorer.counts["restored_bytes"],
+        }
+
+    def _namespace(self, namespace_id: bytes) -> NamespaceStats:
+        store = self._server.store
+        info = self._server.namespaces.get(namespace_id)
+        assert info is not None
+        ram_blocks, ram_bytes = store.ram.by_namespace.get(namespace_id, (0, 0))
+        ssd_blocks, ssd_bytes = store.ssd.totals_of(namespace_id) if store.ssd is not None else (0, 0)
+        return {
+            "id": namespace_id.hex(),
+            "model": info.model,
+            "fingerprint": info.namespace.fingerprint,
+            "block_tokens": info.block_tokens,
+            "retired": False,
+            "ram_blocks": ram_blocks,
+            "ram_bytes": ram_bytes,
+            "ssd_blocks": ssd_blocks,
+            "ssd_bytes": ssd_bytes,
+            "counts": {what: count for (of, what), count in store.counts.items() if of == namespace_id},
+        }
+
+    def _warnings(self) -> list[str]:
+        store = self._server.store
+        found = list(self.about.troubles)
+        if self.about.config_problem:
+            found.append(f"the configuration file is not used as it is now: {self.about.config_problem}")
+        if store.ssd is not None:
+            ssd = store.ssd.stats()
+            if ssd["state"] != "ok":
+                found.append(f"the SSD tier is {ssd['state']} ({ssd['reason']}): blocks are served from RAM and not kept")
+            if ssd["quarantined"]:
+                found.append(f"{ssd['quarantined']} damaged blocks were found on the SSD and are not used")
+        if store.spiller is not None and store.spiller.parked_blocks:
+            found.append(f"{store.spiller.parked_blocks} blocks could not be written to the SSD and are in RAM only")
+        over = store.ram.arena.used - store.ram.arena.budget
+        if over > 0:
+            found.append(f"RAM is {format_size(over)} over its budget until blocks in use are released")
+        return found
+
+
+_RATED = (
+    "hits_ram",
+    "hits_ssd",
+    "misses",
+    "stored_bytes",
+    "spilled_bytes",
+    "restored_bytes",
+    "hit_bytes_ram",
+    "hit_bytes_ssd",
+)
+
+
+def _ram(store: Store) -> RamStats:
+    arena = store.ram.arena
+    held = store.held()
+    return {
+        "limit": arena.budget,
+        "used": arena.used,
+        "mapped": arena.reserved,
+        "blocks": len(store.ram.blocks),
+        "payload_bytes": sum(nbytes for _, nbytes in store.ram.by_namespace.values()),
+        "pinned_bytes": arena.used - store.ram.evictable_bytes,
+        "leases": held["leases"],
+        "leased_bytes": held["leased_bytes"],
+        "reservations": held["reservations"],
+        "reserved_bytes": held["reserved_bytes"],
+        "policy": store.ram.policy_name,
+        "largest_free": arena.largest_free(),
+    }
+
+
+def _client(session: Session, store: Store) -> ClientStats:
+    leases = store.leases_of(session)
+    now = store.now()
+    return {
+        "id": session.number,
+        "name": session.name,
+        "pid": session.peer.pid,
+        "uid": session.peer.uid,
+        "connected": time.time() - session.since,
+        "leases": len(leases),
+        "leased_bytes": sum(load.nbytes for load in leases),
+        "oldest_lease": max((now - load.since for load in leases), default=None),
+        "reserved_bytes": store.reserved_bytes_of(session),
+        "requests": session.requests,
+    }

@@ -1,0 +1,155 @@
+"""The daemon's socket: who is let in, and what ends with whom."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from omlxd import operator_verbs
+from omlxd.namespaces import NamespaceInfo, Namespaces
+from omlxd.peer import peer_of
+from omlxd.protocol import MAX_FRAME_BYTES, Code, RequestError
+from omlxd.session import Session
+from omlxd.storage.tiers import Store
+
+log = logging.getLogger(__name__)
+
+assert operator_verbs  # importing it registers its verbs
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """Limits of connections."""
+
+    max_frame: int = MAX_FRAME_BYTES
+    max_open_requests: int = 256
+    max_queued: int = 128 << 20
+    """Bytes that are kept for a client that does not read."""
+    max_sessions: int = 512
+    max_namespaces: int = 256
+    group: int | None = None
+    """Group id whose members may connect besides the owner."""
+
+
+class Server:
+    """Accepts clients on listening sockets and keeps their sessions."""
+
+    def __init__(
+        self,
+        store: Store,
+        settings: ServerSettings,
+        *,
+        on_shutdown: Callable[[], None],
+        uid: int | None = None,
+    ) -> None:
+        """``on_shutdown`` is called when a client asks the daemon to end; ``uid`` is who may connect (default: our own)."""
+        self.store = store
+        self.settings = settings
+        self.namespaces = Namespaces()
+        self.counts: Counter[str] = Counter()
+        self.boot = uuid.uuid4().hex
+        self.pid = os.getpid()
+        self.started = time.time()
+        self.sessions: dict[int, Session] = {}
+        self.on_shutdown = on_shutdown
+        self._uid = os.getuid() if uid is None else uid
+        self._listening: list[socket.socket] = []
+        self._next = 1
+
+    def listen(self, sockets: list[socket.socket]) -> None:
+        """Accept clients on these listening sockets."""
+        loop = asyncio.get_running_loop()
+        for sock in sockets:
+            sock.setblocking(False)
+            loop.add_reader(sock.fileno(), self._accept, sock)
+            self._listening.append(sock)
+
+    def stop_listening(self) -> None:
+        """Accept nobody any more."""
+        loop = asyncio.get_running_loop()
+        for sock in self._listening:
+            loop.remove_reader(sock.fileno())
+            sock.close()
+        self._listening.clear()
+
+    def close_sessions(self, reason: str) -> None:
+        """End all connections."""
+        for session in list(self.sessions.values()):
+            session.close(reason)
+
+    def refuse_when_closing(self) -> None:
+        """Raise RequestError when the daemon is about to end."""
+        if self.store.closing:
+            raise RequestError(Code.SHUTTING_DOWN, "the daemon is shutting down: compute, and connect again later")
+
+    def register_namespace(self, descriptor: object) -> NamespaceInfo:
+        """Know a namespace from now on, over restarts too."""
+        info = self.namespaces.add(descriptor)
+        self.store.register_namespace(info.id, info.descriptor)
+        return info
+
+    def session_closed(self, session: Session, reason: str) -> None:
+        """Release all that a client held."""
+        self.sessions.pop(session.number, None)
+        log.info("%r has gone: %s", session, reason)
+        # The process may live on with the memory mapped, unless it hung up by itself.
+        self.store.owner_gone(session, may_still_write=_alive(session.peer.pid))
+
+    def _accept(self, listening: socket.socket) -> None:
+        for _ in range(16):
+            try:
+                sock, _ = listening.accept()
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as error:
+                self.counts["accept_failed"] += 1
+                log.error("a client could not be accepted: %s", error)
+                return
+            self._admit(sock)
+
+    def _admit(self, sock: socket.socket) -> None:
+        try:
+            peer = peer_of(sock)
+        except OSError as error:
+            log.warning("a client is refused: the system does not say who it is (%s)", error)
+            sock.close()
+            return
+        allowed = peer.uid in (self._uid, 0) or self.settings.group in (peer.gid, *_groups_of(peer.uid))
+        if not allowed or len(self.sessions) >= self.settings.max_sessions:
+            why = "too_many_clients" if allowed else "foreign_user"
+            self.counts[f"refused_{why}"] += 1
+            log.warning("a client (pid %d, uid %d) is refused: %s", peer.pid, peer.uid, why)
+            sock.close()
+            return
+        session = Session(self, sock, peer, self._next)
+        self.sessions[self._next] = session
+        self._next += 1
+        self.counts["accepted"] += 1
+
+
+def _groups_of(uid: int) -> list[int]:
+    import grp
+    import pwd
+
+    try:
+        user = pwd.getpwuid(uid)
+    except KeyError:
+        return []
+    return [user.pw_gid, *(g.gr_gid for g in grp.getgrall() if user.pw_name in g.gr_mem)]
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return pid > 0

@@ -1,0 +1,168 @@
+"""One client of the daemon: what it has been given, and how it is answered."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import os
+import socket
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from omlxd.connection import Connection
+from omlxd.fields import Fields
+from omlxd.peer import Peer
+from omlxd.protocol import Code, Message, ProtocolError, Request, RequestError, ServerSide
+from omlxd.storage.ram import RamBlock
+from omlxd.storage.tiers import UnknownId
+from omlxd.verbs import VERBS
+
+if TYPE_CHECKING:
+    from omlxd.namespaces import NamespaceInfo
+    from omlxd.server import Server
+
+log = logging.getLogger(__name__)
+
+FDS_PER_FRAME = 32
+
+
+class Session:
+    """A connection, greeted or not. Owner of leases and reservations in the store."""
+
+    def __init__(self, server: Server, sock: socket.socket, peer: Peer, number: int) -> None:
+        self.server = server
+        self.peer = peer
+        self.number = number
+        self.name = f"pid {peer.pid}"
+        self.since = time.time()
+        self.namespaces: list[NamespaceInfo] = []
+        self.requests = 0
+        self._known_segments: set[int] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._protocol = ServerSide(server.settings.max_frame, server.settings.max_open_requests)
+        self._connection = Connection(
+            sock, asyncio.get_running_loop(), self._received, self._closed, server.settings.max_queued
+        )
+
+    def __repr__(self) -> str:
+        return f"<Session {self.number} {self.name} pid {self.peer.pid}>"
+
+    @property
+    def closed(self) -> bool:
+        """Has the connection ended?"""
+        return self._connection.closed
+
+    def namespace(self, fields: Fields) -> NamespaceInfo:
+        """The namespace that a request names by the number it has on this connection."""
+        if not self.namespaces:
+            raise RequestError(Code.UNKNOWN_NAMESPACE, "no namespace is registered on this connection: send 'namespace' first")
+        return self.namespaces[fields.integer("ns", 0, len(self.namespaces) - 1)]
+
+    def greeted(self) -> None:
+        """``hello`` succeeded."""
+        self._protocol.greeted = True
+
+    # -- answering
+
+    def ok(self, request_id: int, result: Message, blocks: Sequence[RamBlock] = ()) -> None:
+        """The last frame of an answer. ``blocks``: what it refers to; unknown segments' descriptors go with it."""
+        pairs, fds = self._new_segments(request_id, blocks)
+        self._connection.send(self._protocol.ok(request_id, result, pairs), fds)
+
+    def more(self, request_id: int, part: Message, blocks: Sequence[RamBlock] = ()) -> None:
+        """A part of an answer."""
+        pairs, fds = self._new_segments(request_id, blocks)
+        self._connection.send(self._protocol.more(request_id, part, pairs), fds)
+
+    def error(self, request_id: int, code: Code, message: str) -> None:
+        """Refuse a request."""
+        self.server.counts[f"refused_{code}"] += 1
+        self._connection.send(self._protocol.error(request_id, code, message))
+
+    def close(self, reason: str) -> None:
+        """End the connection."""
+        self._connection.close(reason)
+
+    def _new_segments(self, request_id: int, blocks: Sequence[RamBlock]) -> tuple[list[tuple[int, int]], list[int]]:
+        new = {b.extent.segment for b in blocks if b.extent is not None} - self._known_segments
+        if not new:
+            return [], []
+        self._known_segments |= new
+        segments = self.server.store.ram.arena.segments
+        pairs: list[tuple[int, int]] = []
+        fds: list[int] = []
+        for segment_id in sorted(new):
+            if len(fds) == FDS_PER_FRAME:
+                self._connection.send(self._protocol.more(request_id, {}, pairs), fds)
+                pairs, fds = [], []
+            segment = segments[segment_id]
+            pairs.append((segment_id, segment.nbytes))
+            fds.append(os.dup(segment.fd))
+        return pairs, fds
+
+    # -- being asked
+
+    def _received(self, data: memoryview, fds: list[int]) -> None:
+        for fd in fds:  # no verb takes descriptors
+            os.close(fd)
+        try:
+            for item in self._protocol.feed(data):
+                if isinstance(item, Request):
+                    self._handle(item)
+                else:
+                    self._connection.send(item)
+                if self._connection.closed:
+                    return
+        except ProtocolError as error:
+            self.server.counts["bad_frames"] += 1
+            log.warning("%r is cut off: %s", self, error)
+            self._connection.finish(self._protocol.farewell(error), str(error))
+
+    def _handle(self, request: Request) -> None:
+        self.requests += 1
+        verb = VERBS.get(request.verb)
+        if verb is None:
+            known = ", ".join(sorted(VERBS))
+            self.error(request.id, Code.UNKNOWN_VERB, f"verb {request.verb[:40]!r} is unknown; known: {known}")
+            return
+        try:
+            result = verb(self, Fields(request.fields), request.id)
+        except Exception as error:
+            self._refuse(request, error)
+            return
+        if result is None:
+            return  # the verb answers by itself
+        if inspect.iscoroutine(result):
+            task = asyncio.get_running_loop().create_task(self._finish(request, result))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        else:
+            assert isinstance(result, dict)
+            self.ok(request.id, result)
+
+    async def _finish(self, request: Request, result: object) -> None:
+        try:
+            answer = await result  # type: ignore[misc]
+        except Exception as error:
+            self._refuse(request, error)
+            return
+        if answer is not None:
+            self.ok(request.id, answer)
+
+    def _refuse(self, request: Request, error: Exception) -> None:
+        if isinstance(error, RequestError):
+            self.error(request.id, error.code, str(error))
+        elif isinstance(error, UnknownId):
+            code = Code.UNKNOWN_LEASE if request.verb == "release" else Code.UNKNOWN_RESERVATION
+            self.error(request.id, code, str(error))
+        else:
+            self.server.counts["internal_errors"] += 1
+            log.exception("%s of %r failed", request.verb, self, exc_info=error)
+            self.error(request.id, Code.INTERNAL, f"{request.verb} failed in the daemon: {type(error).__name__}: {error}")
+
+    def _closed(self, reason: str) -> None:
+        for task in self._tasks:
+            task.cancel()
+        self.server.session_closed(self, reason)

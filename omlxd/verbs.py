@@ -1,0 +1,270 @@
+"""What an engine can ask the daemon.
+
+A verb takes the session, the request's fields and its id. It returns the answer, a coroutine that gives it, or None
+when it answers by itself (in parts). Refusals are raised as RequestError. The operator's verbs are in
+``operator_verbs.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+
+from omlxd.fields import MAX_BLOCK_BYTES, Fields
+from omlxd.protocol import KEY_BYTES, MIN_VERSION, VERSION, Code, Message, RequestError
+from omlxd.storage.blocks import BlockMeta
+from omlxd.storage.loads import Part
+from omlxd.storage.ram import RamBlock
+
+if TYPE_CHECKING:
+    from omlxd.session import Session
+
+Answer: TypeAlias = Message | Coroutine[object, object, Message | None] | None
+Verb: TypeAlias = "Callable[[Session, Fields, int], Answer]"
+
+VERBS: dict[str, Verb] = {}
+
+DEFAULT_LOAD_SECONDS = 30.0
+DEFAULT_STORE_SECONDS = 2.0
+MAX_LEASES = 4096
+
+
+def verb(name: str) -> Callable[[Verb], Verb]:
+    """Register a function as the verb ``name``."""
+
+    def register(function: Verb) -> Verb:
+        VERBS[name] = function
+        return function
+
+    return register
+
+
+@verb("hello")
+def hello(session: Session, fields: Fields, request_id: int) -> Message:
+    """Agree on a version; say who is who and what the limits are."""
+    versions = fields.numbers("versions", most=2)
+    if len(versions) != 2 or versions[0] > VERSION or versions[1] < MIN_VERSION:
+        raise RequestError(
+            Code.BAD_VERSION, f"the client speaks protocol {versions}, this daemon {MIN_VERSION} to {VERSION}: update the older one"
+        )
+    if "client" in fields:
+        session.name = fields.text("client", longest=200)
+    session.greeted()
+    server = session.server
+    return {
+        "version": min(VERSION, versions[1]),
+        "boot": server.boot,
+        "pid": server.pid,
+        "max_frame": server.settings.max_frame,
+        "max_reserve": server.store.settings.max_reserved_bytes,
+        "page": server.store.ram.arena.page_bytes,
+        "capabilities": ["prefetch", "touch", "deadline"],
+    }
+
+
+@verb("namespace")
+def namespace(session: Session, fields: Fields, request_id: int) -> Message:
+    """Register a namespace on this connection; later requests name it by the number in the answer."""
+    if len(session.namespaces) >= session.server.settings.max_namespaces:
+        raise RequestError(Code.TOO_MANY, f"{len(session.namespaces)} namespaces on one connection are the most")
+    info = session.server.register_namespace(fields.raw("descriptor"))
+    if "path" in fields:
+        info.model_path = fields.text("path")
+    if info not in session.namespaces:
+        session.namespaces.append(info)
+    return {"ns": session.namespaces.index(info), "id": info.id}
+
+
+@verb("lookup")
+def lookup(session: Session, fields: Fields, request_id: int) -> Message:
+    """Where each key's block is, a byte each; with ``prefix`` up to the first miss."""
+    info = session.namespace(fields)
+    keys = fields.keys()
+    store = session.server.store
+    where = store.lookup(keys, prefix=fields.flag("prefix"))
+    if fields.flag("prefetch"):
+        store.prefetch(keys, block_tokens=info.block_tokens)
+    return {"where": where}
+
+
+@verb("load")
+def load(session: Session, fields: Fields, request_id: int) -> None:
+    """Lease a prefix. Answers in parts, head to tail, as blocks become readable."""
+    server = session.server
+    info = session.namespace(fields)
+    keys = fields.keys()
+    mode = fields.choice("mode", ("wait", "best_effort"), "wait")
+    timeout = fields.seconds("timeout", DEFAULT_LOAD_SECONDS)
+    server.refuse_when_closing()
+    if server.store.lease_count(session) >= MAX_LEASES:
+        raise RequestError(Code.TOO_MANY, f"{MAX_LEASES} leases are open on this connection: release some")
+    known = 0
+    lease_id: int | None = None
+    early: list[Part] = []
+
+    def emit(part: Part) -> None:
+        nonlocal known
+        if lease_id is None:
+            early.append(part)  # before load() returns: the lease's id is not known yet
+            return
+        body: Message = {"lease": lease_id, "slots": [_slot(block) for block in part.blocks]}
+        layouts = {str(known + at): b.meta.layout for at, b in enumerate(part.blocks) if b.meta.layout is not None}
+        if layouts:
+            body["layouts"] = layouts
+        known += len(part.blocks)
+        if part.last:
+            body["stopped"] = part.stopped
+            session.ok(request_id, body, part.blocks)
+        else:
+            session.more(request_id, body, part.blocks)
+
+    lease = server.store.load(
+        session,
+        keys,
+        block_tokens=info.block_tokens,
+        timeout=timeout if mode == "wait" else None,
+        emit=emit,
+        prefill_tokens_per_s=fields.number("prefill_tokens_per_s"),
+    )
+    lease_id = lease.id
+    if early:
+        last = early[-1]
+        emit(Part([block for part in early for block in part.blocks], last.last, last.stopped))
+    return None
+
+
+def _slot(block: RamBlock) -> tuple[int, int, int]:
+    assert block.extent is not None
+    return (block.extent.segment, block.extent.offset, block.meta.nbytes)
+
+
+@verb("release")
+def release(session: Session, fields: Fields, request_id: int) -> Message:
+    """End a lease."""
+    session.server.store.release(session, fields.integer("lease", 0, 1 << 63))
+    return {}
+
+
+@verb("touch")
+def touch(session: Session, fields: Fields, request_id: int) -> Message:
+    """The engine used its own copy of these blocks, head to tail."""
+    info = session.namespace(fields)
+    session.server.store.touch(fields.keys(), block_tokens=info.block_tokens)
+    return {}
+
+
+@verb("prefetch")
+def prefetch(session: Session, fields: Fields, request_id: int) -> Message:
+    """Start bringing a prefix from the SSD."""
+    info = session.namespace(fields)
+    return {"started": session.server.store.prefetch(fields.keys(), block_tokens=info.block_tokens)}
+
+
+@verb("prepare_store")
+async def prepare_store(session: Session, fields: Fields, request_id: int) -> Message | None:
+    """Reserve slots. ``keys`` is the chain from its head on; those from ``first`` on are offered."""
+    server = session.server
+    info = session.namespace(fields)
+    keys = fields.keys()
+    first = fields.integer("first", 0, len(keys), 0)
+    timeout = fields.seconds("timeout", DEFAULT_STORE_SECONDS)
+    server.refuse_when_closing()
+    sizes = fields.sizes("sizes", len(keys) - first)
+    if len(set(keys)) != len(keys):
+        raise RequestError(Code.BAD_REQUEST, "keys holds a key twice; a chain has no loops")
+    layouts = _layouts(fields.raw("layouts"))
+    metas = [
+        BlockMeta(
+            keys[index],
+            info.id,
+            sizes[index - first],
+            keys[index - 1] if index else None,
+            index,
+            layouts.get(str(index - first)),
+        )
+        for index in range(first, len(keys))
+    ]
+    offer = await server.store.prepare_store(
+        session, keys[:first], metas, block_tokens=info.block_tokens, timeout=timeout
+    )
+    if session.closed:  # it went while we waited: nobody will complete what was just reserved
+        server.store.owner_gone(session, may_still_write=False)
+        return None
+    slots = [
+        (one.index, one.reservation, one.block.extent.segment, one.block.extent.offset)
+        for one in offer.reserved
+        if one.block.extent is not None
+    ]
+    answer: Message = {"slots": slots, "present": offer.present, "declined": dict(offer.declined)}
+    session.ok(request_id, answer, [one.block for one in offer.reserved])
+    return None
+
+
+def _layouts(value: object) -> dict[str, bytes]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict) or not all(
+        isinstance(at, str) and isinstance(raw, bytes) and len(raw) <= 1 << 20 for at, raw in value.items()
+    ):
+        raise RequestError(Code.BAD_REQUEST, "layouts: a map from the block's index (text) to its layout (bytes, at most 1 MiB)")
+    return value
+
+
+@verb("complete_store")
+def complete_store(session: Session, fields: Fields, request_id: int) -> Message:
+    """The reserved slots are written (``ok``), or are given up."""
+    stored = session.server.store.complete_store(
+        session, fields.numbers("reservations"), success=fields.flag("ok", True)
+    )
+    return {"stored": stored}
+
+
+@verb("get")
+async def get(session: Session, fields: Fields, request_id: int) -> Message:
+    """One block's payload inline, or None."""
+    session.namespace(fields)
+    keys = fields.keys(most=1)
+    if len(keys) != 1:
+        raise RequestError(Code.BAD_REQUEST, "get takes one key")
+    server = session.server
+    server.refuse_when_closing()
+    nbytes = server.store.nbytes_of(keys[0])
+    limit = server.settings.max_frame - 1024
+    if nbytes is not None and nbytes > limit:
+        raise RequestError(Code.TOO_LARGE, f"the block has {nbytes} bytes; inline at most {limit} go: use load")
+    return {"payload": await server.store.get(keys[0], timeout=fields.seconds("timeout", DEFAULT_LOAD_SECONDS))}
+
+
+@verb("put")
+async def put(session: Session, fields: Fields, request_id: int) -> Message:
+    """Store one block whose payload is in the request."""
+    server = session.server
+    info = session.namespace(fields)
+    keys = fields.keys(most=1)
+    payload = fields.blob("payload", longest=MAX_BLOCK_BYTES)
+    if len(keys) != 1 or not payload:
+        raise RequestError(Code.BAD_REQUEST, "put takes one key and a payload of at least one byte")
+    parent = fields.blob("parent", longest=KEY_BYTES) if "parent" in fields else None
+    if parent is not None and len(parent) != KEY_BYTES:
+        raise RequestError(Code.BAD_REQUEST, f"parent has {len(parent)} bytes; a key has {KEY_BYTES}")
+    position = fields.integer("position", 0, 1 << 40, 0)
+    if (position == 0) != (parent is None):
+        raise RequestError(Code.BAD_REQUEST, "a head (position 0) has no parent, every other block has one")
+    server.refuse_when_closing()
+    own = fields.blob("layout", longest=1 << 20) if "layout" in fields else None
+    meta = BlockMeta(keys[0], info.id, len(payload), parent, position, own)
+    owner = object()
+    offer = await server.store.prepare_store(
+        owner,
+        [] if parent is None else [parent],
+        [meta],
+        block_tokens=info.block_tokens,
+        timeout=fields.seconds("timeout", DEFAULT_STORE_SECONDS),
+    )
+    for one in offer.reserved:
+        np.copyto(np.frombuffer(server.store.ram.view(one.block), np.uint8), np.frombuffer(payload, np.uint8))
+    stored = server.store.complete_store(owner, [one.reservation for one in offer.reserved], success=True)
+    server.store.owner_gone(owner, may_still_write=False)
+    return {"stored": stored, "present": offer.present, "declined": dict(offer.declined)}

@@ -1,0 +1,283 @@
+"""Which blocks still have to reach the SSD, and the task that takes them there.
+
+A block is *dirty* from the moment it is readable in RAM until its record is committed. A dirty block is pinned (the
+writer is a reader of it), so it is never a victim and stays readable. The cleaner keeps the number of dirty bytes low
+enough that eviction finds clean victims, coldest first; draining writes all of them.
+
+Everything here runs on the event loop's thread; encoding and committing run on worker threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from omlxd.storage.ram import RamBlock, RamTier
+    from omlxd.storage.ssd import EncodedBlock, SsdTier
+
+log = logging.getLogger(__name__)
+
+
+class WriteMode(StrEnum):
+    """When a block goes to the SSD."""
+
+    WRITE_BACK = "write_back"
+    """Before it leaves RAM, or when too many bytes wait, or when it has waited for long (default)."""
+    WRITE_THROUGH = "write_through"
+    """At once."""
+    SECOND_TOUCH = "second_touch"
+    """As write_back, but only blocks that somebody asked for again; others are dropped when they leave RAM."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpillSettings:
+    """How the writer works; all of it may be changed while it runs."""
+
+    mode: WriteMode = WriteMode.WRITE_BACK
+    max_dirty_bytes: int = 1 << 30
+    """Payload bytes that a crash may lose; more than that is refused until the writer has caught up."""
+    max_age_seconds: float = 60.0
+    """A block that has been dirty for longer is written even when nothing else asks for it."""
+    group_bytes: int = 32 << 20
+    """Payload bytes of one transaction."""
+    group_blocks: int = 512
+
+
+class Spiller:
+    """The dirty blocks and their writer."""
+
+    def __init__(
+        self,
+        ram: RamTier,
+        ssd: SsdTier,
+        settings: SpillSettings,
+        *,
+        clock: Callable[[], float],
+        writer: ThreadPoolExecutor,
+        coders: ThreadPoolExecutor,
+        on_progress: Callable[[], None],
+    ) -> None:
+        """``writer`` has one thread, the only one that writes to the environment; ``coders`` encode in parallel."""
+        self.settings = settings
+        self.counts: Counter[str] = Counter()
+        self._ram = ram
+        self._ssd = ssd
+        self._clock = clock
+        self._writer = writer
+        self._coders = coders
+        self._on_progress = on_progress
+        self._dirty: OrderedDict[bytes, tuple[RamBlock, float]] = OrderedDict()
+        self._parked: dict[bytes, RamBlock] = {}
+        self._wake = asyncio.Event()
+        self._draining = 0
+        self._pressed = False
+        self._task: asyncio.Task[None] | None = None
+        self.dirty_bytes = 0
+        self.busy = False
+
+    @property
+    def dirty_blocks(self) -> int:
+        """Blocks that wait to be written or are being written."""
+        return len(self._dirty)
+
+    @property
+    def parked_blocks(self) -> int:
+        """Blocks that a sick disk did not take; they may be evicted unwritten, and are tried again when it recovers."""
+        return len(self._parked)
+
+    def start(self) -> None:
+        """Start the writer task on the running loop."""
+        self._task = asyncio.get_running_loop().create_task(self._run(), name="omlxd-spill")
+
+    def takes(self, nbytes: int) -> bool:
+        """May ``nbytes`` more become dirty? One block of any size may when none is."""
+        return self.dirty_bytes == 0 or self.dirty_bytes + nbytes <= self.settings.max_dirty_bytes
+
+    def add(self, block: RamBlock, *, asked_again: bool = False) -> None:
+        """``block`` has become readable, or was asked for again, and is not on the SSD."""
+        key = block.meta.key
+        if key in self._dirty or key in self._ssd:
+            return
+        if self.settings.mode is WriteMode.SECOND_TOUCH and not asked_again:
+            self.counts["not_admitted"] += 1
+            return
+        if not self._ssd.writable:
+            self._park(block)
+            return
+        self._parked.pop(key, None)
+        self._ram.pin_block(block)
+        self._dirty[key] = (block, self._clock())
+        self.dirty_bytes += block.meta.nbytes
+        self._wake.set()
+
+    def touch(self, keys: Iterable[bytes]) -> None:
+        """``keys`` were used, head to tail: their heads are now the youngest."""
+        dirty = self._dirty
+        if dirty:
+            for key in reversed([key for key in keys if key in dirty]):
+                dirty.move_to_end(key)
+
+    def forget(self, block: RamBlock) -> bool:
+        """``block`` is being removed: it need not be written any more. Was it dirty? Its pin is then the caller's to undo."""
+        self._parked.pop(block.meta.key, None)
+        entry = self._dirty.get(block.meta.key)
+        if entry is None or entry[0] is not block:
+            return False
+        del self._dirty[block.meta.key]
+        self.dirty_bytes -= block.meta.nbytes
+        return True
+
+    def press(self) -> None:
+        """Somebody waits for room: write now."""
+        self._pressed = True
+        self._wake.set()
+
+    async def drain(self, progress: Callable[[int], None] | None = None) -> None:
+        """Write all that is dirty now or becomes so meanwhile; ``progress`` is told the bytes still to go after each group.
+
+        Returns early when the disk refuses; what it did not take is parked then.
+        """
+        self._draining += 1
+        self._wake.set()
+        try:
+            while self._dirty or self.busy:
+                if self._task is None or self._task.done():
+                    break
+                if progress is not None:
+                    progress(self.dirty_bytes)
+                self._wake.set()
+                self._step = asyncio.Event()
+                await self._step.wait()
+            if progress is not None:
+                progress(self.dirty_bytes)
+        finally:
+            self._draining -= 1
+
+    async def stop(self) -> None:
+        """End the writer task; a group that is being committed is finished first."""
+        if self._task is not None:
+            self._stopping = True
+            self._wake.set()
+            await self._task
+            self._task = None
+
+    _stopping = False
+    _step: asyncio.Event | None = None
+
+    async def _run(self) -> None:
+        while not self._stopping:
+            group = self._due()
+            if not group:
+                self._wake.clear()
+                self._signal()
+                try:
+                    await asyncio.wait_for(self._wake.wait(), self._patience())
+                except TimeoutError:
+                    pass
+                continue
+            self.busy = True
+            try:
+                await self._spill(group)
+            except Exception:
+                log.exception("spilling %d blocks failed; they stay in RAM and may be evicted unwritten", len(group))
+                self._settle(group, written=frozenset(), park=True)
+            finally:
+                self.busy = False
+                self._signal()
+
+    def _signal(self) -> None:
+        if self._step is not None:
+            self._step.set()
+            self._step = None
+
+    def _patience(self) -> float:
+        """Seconds until the oldest dirty block is due, or the disk is to be tried again."""
+        if self._parked:
+            return 1.0
+        if not self._dirty:
+            return 5.0
+        oldest = min(since for _, since in list(self._dirty.values())[:64])
+        return max(0.02, oldest + self.settings.max_age_seconds - self._clock())
+
+    def _due(self) -> list[RamBlock]:
+        """The next group to write, coldest first; empty when nothing has to be written now."""
+        if self._parked and self._ssd.writable:
+            parked, self._parked = self._parked, {}
+            for key, block in parked.items():
+                if self._ram.blocks.get(key) is block:
+                    self.add(block, asked_again=True)
+        settings = self.settings
+        everything = bool(self._draining) or settings.mode is WriteMode.WRITE_THROUGH
+        pressed, self._pressed = self._pressed, False
+        excess = self.dirty_bytes - settings.max_dirty_bytes // 2
+        if pressed:
+            excess = max(excess, min(self.dirty_bytes, settings.group_bytes))
+        old = self._clock() - settings.max_age_seconds
+        group: list[RamBlock] = []
+        size = 0
+        for block, since in self._dirty.values():
+            if not (everything or excess > size or since <= old):
+                break
+            group.append(block)
+            size += block.meta.nbytes
+            if size >= settings.group_bytes or len(group) >= settings.group_blocks:
+                break
+        return group
+
+    async def _spill(self, group: list[RamBlock]) -> None:
+        loop = asyncio.get_running_loop()
+        ram, ssd = self._ram, self._ssd
+        # A block that is removed meanwhile gives its memory back at once; this pin keeps it readable for the coders.
+        for block in group:
+            ram.hold(block)
+        try:
+            encoded: list[EncodedBlock] = await asyncio.gather(
+                *(loop.run_in_executor(self._coders, ssd.encode, block.meta, ram.view(block)) for block in group)
+            )
+        except BaseException:
+            for block in group:
+                ram.unhold(block)
+            raise
+        wanted = [one for one, block in zip(encoded, group, strict=True) if block.meta.key in self._dirty]
+        plan = ssd.plan(wanted)
+        outcome = None
+        try:
+            if plan is not None:
+                outcome = await loop.run_in_executor(self._writer, ssd.commit, plan)
+                ssd.applied(plan, outcome)
+        finally:
+            for block in group:
+                ram.unhold(block)
+        if plan is None:
+            # It does not fit the limit even when all that may leave has left: keeping it dirty would block RAM for ever.
+            self.counts["no_room_on_ssd"] += len(wanted)
+            self._settle(group, written=frozenset(), park=False)
+            return
+        written = frozenset(one.key for one in wanted if one.key in ssd)
+        self.counts["spilled"] += len(written)
+        refused = len(wanted) - len(written)
+        if refused:
+            self.counts["refused_by_ssd"] += refused
+        self._settle(group, written=written, park=refused > 0)
+
+    def _settle(self, group: list[RamBlock], *, written: frozenset[bytes], park: bool) -> None:
+        for block in group:
+            if not self.forget(block):
+                continue  # removed meanwhile
+            if block.meta.key not in written and park:
+                self._park(block)
+            if block.meta.key in written:
+                block.clean = True
+            self._ram.complete_read(block)
+        self._on_progress()
+
+    def _park(self, block: RamBlock) -> None:
+        self.counts["parked"] += 1
+        self._parked[block.meta.key] = block

@@ -1,0 +1,120 @@
+"""Looking into the store and removing from it, on behalf of an operator. Runs on the event loop's thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from omlxd.storage.ram import RamBlock
+    from omlxd.storage.tiers import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Cleared:
+    """What a removal took away; a block that was in both tiers counts in both. Bytes are payload bytes."""
+
+    ram_blocks: int = 0
+    ram_bytes: int = 0
+    ssd_blocks: int = 0
+    ssd_bytes: int = 0
+
+
+def forget_in_ram(store: Store, block: RamBlock, cause: str) -> None:
+    """Make a RAM block a miss, dirty or not, leased or not."""
+    dirty = store.spiller is not None and store.spiller.forget(block)
+    store.ram.detach(block, cause)
+    if dirty:
+        store.ram.complete_read(block)  # the writer's pin
+
+
+async def remove(store: Store, keys: Sequence[bytes]) -> int:
+    """Remove blocks by key from both tiers; how many were there."""
+    found = set()
+    for key in keys:
+        block = store.ram.blocks.get(key)
+        if block is not None:
+            forget_in_ram(store, block, "removed")
+            found.add(key)
+    if store.ssd is not None:
+        on_ssd = [key for key in keys if key in store.ssd]
+        found.update(on_ssd)
+        store.ssd.discard(on_ssd, "removed")
+        await store.settle_ssd()
+    store.progress()
+    return len(found)
+
+
+async def clear(store: Store, namespace: bytes | None, tier: str = "all") -> Cleared:
+    """Remove all blocks, or those of one namespace; ``tier``: ``all``, ``ram`` or ``ssd``.
+
+    ``ram`` first writes what is dirty, so that nothing is lost; the memory goes back to the system.
+    """
+    ram_blocks = ram_bytes = ssd_blocks = ssd_bytes = 0
+    if tier in ("all", "ram"):
+        if tier == "ram" and store.spiller is not None:
+            await store.spiller.drain()
+        for block in list(store.ram.blocks.values()):
+            if namespace in (None, block.meta.namespace):
+                ram_blocks += 1
+                ram_bytes += block.meta.nbytes
+                forget_in_ram(store, block, "cleared")
+        store.ram.arena.release_empty()
+        store.ram.arena.trim()
+    if tier in ("all", "ssd") and store.ssd is not None:
+        ssd_blocks, ssd_bytes = store.ssd.clear(namespace)
+        for block in store.ram.blocks.values():
+            if namespace in (None, block.meta.namespace):
+                block.clean = False
+                if store.spiller is not None and block.chunk.ref_cnt >= 0:
+                    store.spiller.add(block)
+        await store.settle_ssd()
+    store.progress()
+    return Cleared(ram_blocks, ram_bytes, ssd_blocks, ssd_bytes)
+
+
+def listing(
+    store: Store, *, namespace: bytes | None, tier: str, prefix: str, limit: int
+) -> tuple[list[dict[str, object]], int]:
+    """Rows for blocks, and how many there are in all; only the first ``limit`` are built."""
+    rows: list[dict[str, object]] = []
+    total = 0
+    ssd_keys = store.ssd.keys() if store.ssd is not None and tier != "ram" else ()
+    ram_keys = store.ram.blocks if tier != "ssd" else {}
+    for key in (*ram_keys, *(key for key in ssd_keys if key not in ram_keys)):
+        if prefix and not key.hex().startswith(prefix):
+            continue
+        row = describe(store, key)
+        if row is None or namespace not in (None, row["namespace"]):
+            continue
+        total += 1
+        if len(rows) < limit:
+            rows.append(row)
+    return rows, total
+
+
+def describe(store: Store, key: bytes) -> dict[str, object] | None:
+    """What is known of one block; None when it is in neither tier."""
+    block = store.ram.blocks.get(key)
+    record = store.ssd.meta(key) if store.ssd is not None else None
+    if block is None and record is None:
+        return None
+    meta = block.meta if block is not None else record
+    assert meta is not None
+    row: dict[str, object] = {
+        "key": key,
+        "namespace": meta.namespace,
+        "bytes": meta.nbytes,
+        "parent": meta.parent,
+        "position": meta.position,
+        "ram": block is not None,
+        "ssd": record is not None,
+    }
+    if block is not None:
+        row["ref_cnt"] = block.chunk.ref_cnt
+        row["chunk_id"] = block.chunk.chunk_id
+        row["dirty"] = not block.clean and block.chunk.ref_cnt >= 0 and store.ssd is not None
+    if record is not None:
+        row["stored_bytes"] = record.stored_bytes
+    return row
