@@ -92,6 +92,7 @@ class Daemon(Section):
     )
     group: str = Field(default="", description='a group whose members may connect too; "": only you')
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="what is logged")
+    log_format: Literal["text", "json"] = Field(default="text", description="how a line of the log looks")
 
 
 class Ram(Section):

@@ -76,6 +76,8 @@ class SsdStats(TypedDict):
     """Since the daemon started."""
     written_per_day: float
     read_bytes: int
+    life_years: float | None
+    """How long the volume's flash lasts at this rate (see ``omlxd.wear``); None when next to nothing is written."""
 
 
 class RateStats(TypedDict):

@@ -2,7 +2,7 @@
 
 What is compared is a *signature* (names, sizes, times), not events: editors that write, rename or replace a file,
 bursts of events, folders that vanish and come back, links whose target is elsewhere, and file systems without events
-all come out the same. A signature has to stay as it is for a moment before it counts, so a half-written file is not read.
+all come out the same. A signature has to stay as it is for a moment before it counts: a half-written file is not read.
 """
 
 from __future__ import annotations

@@ -72,6 +72,7 @@ def example() -> Stats:
             "written_bytes": 40 * GIB,
             "written_per_day": 11.5 * GIB,
             "read_bytes": 80 * GIB,
+            "life_years": 41.5,
         },
         "rates": {"1m": rates(1), "5m": rates(0.5), "15m": rates(0)},
         "counts": {"hits_ram": 1000, "hits_ssd": 200, "misses": 300, "declined_no_room": 7},
