@@ -35,6 +35,8 @@ class Saved:
     nbytes: int = 0
     declined: Counter[str] = field(default_factory=Counter)
     """By reason: the daemon's, or ``not held`` (the engine had overwritten them)."""
+    failed: str | None = None
+    """Why nothing could be tried: no daemon, or a cache that omlxd does not know."""
 
     def add(self, other: Saved) -> None:
         """Sum up."""
@@ -47,7 +49,7 @@ class Saved:
 class Chain:
     """The hashes of one prompt's full blocks, for every group."""
 
-    def __init__(self, spaces: dict[Group, Space], tokens: object) -> None:
+    def __init__(self, spaces: dict[Group, Space], tokens: Sequence[int]) -> None:
         self.hashes = {group: space.hashes(tokens) for group, space in spaces.items()}
         self.blocks = min(len(hashes) for hashes in self.hashes.values())
 
@@ -74,7 +76,7 @@ class KeptCaches:
             for group, layout in schema.layouts.items()
         }
 
-    def chain(self, tokens: object) -> Chain:
+    def chain(self, tokens: Sequence[int]) -> Chain:
         """Name the full blocks of a prompt."""
         return Chain(self.spaces, tokens)
 

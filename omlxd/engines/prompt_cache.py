@@ -148,11 +148,11 @@ class PromptCache:
         self._max_kv_size = max_kv_size
         self._identity: Identity | None = None
         self._forms: list[_Form] = []
-        self._attempt(partial(self._prepare, model_path, adapter_path, salt), None)
+        self._unusable: str | None = self._attempt(partial(self._prepare, model_path, adapter_path, salt), str)
 
     def _prepare(
         self, model_path: str | os.PathLike[str], adapter_path: str | os.PathLike[str] | None, salt: str | bytes | None
-    ) -> None:
+    ) -> str | None:
         folder = _folder(model_path)
         self._identity = Identity(model_id(folder), fingerprint(folder, adapter_path=adapter_path), salt)
         quantized = self._kv_bits is not None
@@ -162,6 +162,7 @@ class PromptCache:
         if not quantized or self._kv_start > 0:
             forms.append(self._form(self.fresh, 0, self._kv_start if quantized else None))
         self._forms = forms
+        return None
 
     def _form(self, make: Callable[[], PromptCacheList], first: int, stop: int | None) -> _Form:
         import mlx.core as mx
@@ -195,6 +196,17 @@ class PromptCache:
             options |= {"kv_group_size": self._kv_group_size, "quantized_kv_start": self._kv_start}
         return {name: value for name, value in options.items() if value is not None}
 
+    @property
+    def has_state(self) -> bool:
+        """Does the model have state that can only be kept where the prefill stops?"""
+        return any(caches.Group.STATE in form.schema.layouts for form in self._forms)
+
+    def snapshots(self, tokens: int) -> list[int]:
+        """Where the prefill of a prompt of so many tokens stops for a snapshot of the state, in tokens."""
+        last = (tokens - 1) // self.block_tokens * self.block_tokens
+        regular = range(self._snapshot_tokens, last + 1, self._snapshot_tokens)
+        return sorted({*regular, last} - {0})
+
     # -- restore, prefill, save
 
     def restore(self, tokens: Sequence[int]) -> tuple[PromptCacheList, int]:
@@ -206,7 +218,7 @@ class PromptCache:
         """
         for form in self._forms:
             cache = form.make()
-            blocks = self._attempt(partial(self._restore, form, cache, tokens), 0)
+            blocks = self._attempt(partial(self._restore, form, cache, tokens), lambda _: 0)
             if blocks:
                 self.stats.hits += 1
                 self.stats.restored_tokens += blocks * self.block_tokens
@@ -231,12 +243,14 @@ class PromptCache:
         start: int | None = None,
         *,
         progress: Progress | None = None,
+        stream: Any = None,
     ) -> int:
         """Compute the whole blocks of ``tokens`` that ``cache`` does not hold yet, storing each as it is done.
 
         ``start`` is how many tokens the cache holds (what :meth:`restore` returned); by default the cache is asked.
         Returns how many it holds afterwards: at least one token is left for the caller. ``progress(done, total)`` is
-        called after each piece; it may raise to stop, and what was computed is kept.
+        called after each piece; it may raise to stop, and what was computed is kept. ``stream`` is MLX's, by default
+        the one that mlx-lm generates in.
 
         Raises:
             ValueError: ``start`` is not given and the cache can't tell, or it is more than there are tokens.
@@ -247,7 +261,7 @@ class PromptCache:
         last = (len(tokens) - 1) // self.block_tokens * self.block_tokens
         whole = tokens[:last]
         storing: dict[_Form, _Storing] = {}
-        with mx.stream(_stream()):
+        with mx.stream(stream or _stream()):
             while done < last:
                 stop = min(last, self._next_stop(done))
                 self.model(mx.array(list(tokens[done:stop]))[None], cache=cache)
@@ -255,7 +269,7 @@ class PromptCache:
                 mx.eval([layer.state for layer in cache])
                 self.stats.prefilled_tokens += stop - done
                 begun, done = done, stop
-                self._attempt(partial(self._store_piece, cache, whole, begun, done, storing), None)
+                self._attempt(partial(self._store_piece, cache, whole, begun, done, storing), lambda _: None)
                 mx.clear_cache()
                 if progress is not None:
                     progress(done, len(tokens))
@@ -297,16 +311,18 @@ class PromptCache:
         ``row`` picks one sequence of a batched cache. A cache that holds more than ``tokens`` is saved as far as they
         go, one that holds fewer as far as it goes. State is kept when both end on the same block's boundary.
         """
-        return self._attempt(partial(self._save, tokens, cache, row), Saved())
+        return self._attempt(partial(self._save, tokens, cache, row), lambda reason: Saved(failed=reason))
 
     def _save(self, tokens: Sequence[int], cache: PromptCacheList, row: int | None) -> Saved:
         if row is not None:
             cache = caches.row(cache, row)
         form = self._form_of(cache)
-        held = caches.position(cache) if form is not None else 0
+        if form is None:
+            return Saved(failed=self._unusable)
+        held = caches.position(cache)
         count = len(tokens) if held is None else min(held, len(tokens))
         blocks = count // self.block_tokens
-        if form is None or blocks == 0:
+        if blocks == 0:
             return Saved()
         kept = self._kept(form)
         chain = kept.chain(tokens[: blocks * self.block_tokens])
@@ -345,8 +361,11 @@ class PromptCache:
                 kv_bits=self._kv_bits,
             )
 
-    def _attempt(self, action: Callable[[], T], otherwise: T) -> T:
-        """Do something that needs the cache; on any trouble count it, log its first time, and go on without."""
+    def _attempt(self, action: Callable[[], T], otherwise: Callable[[str], T]) -> T:
+        """Do something that needs the cache; on any trouble count it, log its first time, and go on without.
+
+        ``otherwise`` makes the answer then, of the trouble in words.
+        """
         try:
             return action()
         except Exception as error:
@@ -361,7 +380,7 @@ class PromptCache:
                 self._logged.add(reason)
                 expected = isinstance(error, OmlxdError | caches.UnsupportedCacheError | OSError)
                 logger.warning("computing without omlxd: %s", error, exc_info=not expected)
-            return otherwise
+            return otherwise(f"{reason}: {error}")
 
 
 def _signature(cache: Sequence[CacheObject]) -> tuple[object, ...]:
