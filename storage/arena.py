@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from omlxd.storage import pages
+from omlxd.storage.extents import Supposition
 from omlxd.storage.segments import Segment
 
-__all__ = ["DEFAULT_SEGMENT_BYTES", "Arena", "Extent", "Segment"]
+__all__ = ["DEFAULT_SEGMENT_BYTES", "Arena", "Extent", "Segment", "Trial"]
 
 log = logging.getLogger(__name__)
 
@@ -102,8 +102,7 @@ class Arena:
 
     def largest_free(self) -> int:
         """Return the most bytes that ``allocate`` can give without anything being freed."""
-        room = self._room(self._empty())
-        return max(room, min(self._largest_hole(), self._headroom()))
+        return self.trial().largest_free()
 
     def stats(self) -> dict[str, int | float]:
         """Return the figures for people, in bytes.
@@ -134,7 +133,7 @@ class Arena:
         Raises ``ValueError`` for a negative size.
         """
         size = self._rounded(nbytes)
-        segment = self._best_segment(size) if size <= self._headroom() else None
+        segment = self._best_segment(size) if size <= self._headroom(self._used, self._reserved) else None
         segment = segment or self._new_segment(size)
         offset = None if segment is None else segment.extents.allocate(size)
         if segment is None or offset is None:
@@ -171,21 +170,14 @@ class Arena:
 
         Raises ``ValueError`` for an extent that is not handed out.
         """
-        size = self._rounded(nbytes)
-        freed: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
-        freed_bytes: defaultdict[int, int] = defaultdict(int)
+        trial = self.trial()
         for extent in extents_to_free:
-            self._segment_of(extent)
-            freed[extent.segment].append((extent.offset, extent.nbytes))
-            freed_bytes[extent.segment] += extent.nbytes
-        empty = [s for s in self.segments.values() if s.used == freed_bytes.get(s.id, 0)]
-        if self._room(empty) >= size:
-            return True
-        gone = empty if self._reserved > self._budget else []  # these go at once, with their holes
-        remaining = self._reserved - sum(segment.nbytes for segment in gone)
-        if size > self._headroom(self._used - sum(freed_bytes.values()), remaining):
-            return False
-        return any(s.extents.fits_after(freed.get(s.id, ()), size) for s in self.segments.values() if s not in gone)
+            trial.free(extent)
+        return trial.fits(nbytes)
+
+    def trial(self) -> Trial:
+        """Return a way to ask `fits_after` again and again while extents are added: once per victim, say."""
+        return Trial(self)
 
     def release_empty(self) -> int:
         """Give every segment without an extent back to the system; returns their bytes."""
@@ -263,10 +255,8 @@ class Arena:
         room = self._budget - self._reserved + sum(segment.nbytes for segment in empty)
         return max(0, room // self.page_bytes * self.page_bytes)
 
-    def _headroom(self, used: int | None = None, reserved: int | None = None) -> int:
+    def _headroom(self, used: int, reserved: int) -> int:
         """Bytes of holes that may be handed out: all, unless the segments pass a lowered budget."""
-        used = self._used if used is None else used
-        reserved = self._reserved if reserved is None else reserved
         if reserved <= self._budget:
             return reserved - used
         return self._budget - used if self._punching else 0
@@ -328,3 +318,41 @@ class Arena:
         if budget < 0:
             raise ValueError(f"a budget of {budget} bytes: it cannot be negative")
         return budget
+
+
+class Trial:
+    """What would fit if some extents were freed; changes nothing. Good until the arena changes.
+
+    `free` costs O(1), `fits` O(segments).
+    """
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._segments: dict[int, Supposition] = {}
+        self._used = arena.used
+
+    def free(self, extent: Extent) -> None:
+        """Suppose this extent free; ``ValueError`` when it is not handed out, or supposed free already."""
+        segment = self._arena._segment_of(extent)
+        if extent.segment not in self._segments:
+            self._segments[extent.segment] = Supposition(segment.extents)
+        self._segments[extent.segment].free(extent.offset, extent.nbytes)
+        self._used -= extent.nbytes
+
+    def fits(self, nbytes: int) -> bool:
+        """Tell whether `allocate(nbytes)` would find room; ``ValueError`` for a negative size."""
+        return self._arena._rounded(nbytes) <= self.largest_free()
+
+    def largest_free(self) -> int:
+        """Return the most bytes that one `allocate` would get."""
+        arena = self._arena
+        empty, reserved, hole = [], arena.reserved, 0
+        for segment in arena.segments.values():
+            state = self._segments.get(segment.id, segment.extents)
+            if not state.used:
+                empty.append(segment)
+                if arena.reserved > arena.budget:  # goes at once, with its holes
+                    reserved -= segment.nbytes
+                    continue
+            hole = max(hole, state.largest_free)
+        return max(arena._room(empty), min(hole, arena._headroom(self._used, reserved)))

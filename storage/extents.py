@@ -84,7 +84,7 @@ class ExtentAllocator:
 
     def free(self, offset: int, nbytes: int) -> None:
         """Give an extent back; ``ValueError`` when exactly this one is not handed out (a double free, say)."""
-        self._check_taken(offset, nbytes)
+        self.check_taken(offset, nbytes)
         del self._taken[offset]
         self._used -= nbytes
         start, end = offset, offset + nbytes
@@ -105,21 +105,21 @@ class ExtentAllocator:
     def fits_after(self, extents: Iterable[tuple[int, int]], nbytes: int) -> bool:
         """Tell whether ``nbytes`` would fit if these ``(offset, bytes)`` were free too. Changes nothing.
 
-        O(k log k) for k extents. Raises ``ValueError`` for one that is not handed out.
+        Raises ``ValueError`` for one that is not handed out, or named twice.
         """
-        freed = sorted(extents)
-        start = end = -1  # the run of free bytes that is growing
-        fits = self.largest_free >= nbytes
-        for offset, size in freed:
-            self._check_taken(offset, size)
-            if offset < end:
-                raise ValueError(f"extent at {offset} is named twice")
-            if offset != end:
-                start = self._hole_ending.get(offset, offset)
-            end = offset + size
-            end += self._holes.get(end, 0)
-            fits = fits or end - start >= nbytes
-        return fits
+        supposed = Supposition(self)
+        for offset, size in extents:
+            supposed.free(offset, size)
+        return supposed.largest_free >= nbytes
+
+    def hole_ending_at(self, end: int) -> int | None:
+        """Return the offset of the hole that ends there, if one does."""
+        return self._hole_ending.get(end)
+
+    def hole_end(self, offset: int) -> int | None:
+        """Return the end of the hole that starts there, if one does."""
+        nbytes = self._holes.get(offset)
+        return None if nbytes is None else offset + nbytes
 
     def _best_hole(self, nbytes: int) -> tuple[int, int] | None:
         if nbytes <= 0:
@@ -127,7 +127,8 @@ class ExtentAllocator:
         index = self._by_size.bisect_left((nbytes, -1))
         return self._by_size[index] if index < len(self._by_size) else None
 
-    def _check_taken(self, offset: int, nbytes: int) -> None:
+    def check_taken(self, offset: int, nbytes: int) -> None:
+        """Raise ``ValueError`` unless exactly this extent is handed out."""
         taken = self._taken.get(offset)
         if taken != nbytes:
             state = "free or inside another extent" if taken is None else f"handed out with {taken} bytes"
@@ -145,3 +146,43 @@ class ExtentAllocator:
         del self._hole_ending[offset + nbytes]
         self._by_size.remove((nbytes, offset))
         self._touched.discard(offset)
+
+
+class Supposition:
+    """What the holes of an allocator would be if some extents were free too. O(1) an extent.
+
+    Good until the allocator changes. A tier asks it once per victim, which must not cost as much as
+    all victims before that one.
+    """
+
+    def __init__(self, allocator: ExtentAllocator) -> None:
+        self._allocator = allocator
+        self._freed: set[int] = set()
+        self._end_of: dict[int, int] = {}  # runs that would be free, by start
+        self._start_of: dict[int, int] = {}  # and by end
+        self.largest_free = allocator.largest_free
+        self.used = allocator.used
+
+    def free(self, offset: int, nbytes: int) -> None:
+        """Suppose this extent free as well; ``ValueError`` when it is not handed out or supposed free already."""
+        self._allocator.check_taken(offset, nbytes)
+        if offset in self._freed:
+            raise ValueError(f"extent at {offset} is named twice")
+        self._freed.add(offset)
+        self.used -= nbytes
+        start, end = offset, offset + nbytes
+        if start in self._start_of:
+            start = self._start_of.pop(start)
+            del self._end_of[start]
+        else:
+            hole = self._allocator.hole_ending_at(start)
+            start = start if hole is None else hole
+        if end in self._end_of:
+            end = self._end_of.pop(end)
+            del self._start_of[end]
+        else:
+            hole_end = self._allocator.hole_end(end)
+            end = end if hole_end is None else hole_end
+        self._end_of[start] = end
+        self._start_of[end] = start
+        self.largest_free = max(self.largest_free, end - start)
