@@ -187,6 +187,11 @@ class Config(Section):
         """
         return parse_size(self.ssd.size, total=volume, auto=auto_ssd(available, self.min_free_bytes(volume)))
 
+    @property
+    def ssd_is_off(self) -> bool:
+        """Is there to be no SSD tier, on whatever machine?"""
+        return parse_size(self.ssd.size, total=100, auto=1) == 0
+
     def min_free_bytes(self, volume: int) -> int:
         """Bytes of the volume that are left alone."""
         return parse_size(self.ssd.min_free, total=volume)

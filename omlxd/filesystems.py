@@ -1,4 +1,7 @@
-"""What a path lies on. LMDB maps its file: over a network or FUSE that means stalls, lost locks, SIGBUS."""
+"""What a path lies on, and how much of the disk it takes.
+
+LMDB maps its file: over a network or FUSE that means stalls, lost locks, SIGBUS.
+"""
 
 from __future__ import annotations
 
@@ -77,3 +80,15 @@ def filesystem_of(path: Path, mounts: Iterable[Mount] | None = None) -> Filesyst
         if below and len(point) >= len(found.mountpoint):
             found = Filesystem(point, mount.fstype)
     return found
+
+
+def disk_bytes(folder: Path) -> int:
+    """What the files in ``folder`` take on the disk, as ``du`` counts; 0 where there is none."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(parent, name)).st_blocks * 512
+            except OSError:
+                continue  # it went while we looked
+    return total

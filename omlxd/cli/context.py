@@ -129,7 +129,7 @@ def errors_as_exit_codes() -> Iterator[None]:
     except ConfigError as error:
         fail(str(error), Exit.CONFIG)
     except Unavailable as error:
-        fail(f"{error}\nStart the daemon with: omlxd serve", Exit.NO_DAEMON)
+        fail(str(error), Exit.NO_DAEMON)
     except Refused as error:
         fail(error.message, Exit.NOT_FOUND if error.code == "not_found" else Exit.FAILED)
     except (OmlxdError, PathError) as error:

@@ -2,23 +2,73 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import click
 
 import omlxd
-from omlxd.cli import config, service
 from omlxd.cli.context import Common, errors_as_exit_codes
 from omlxd.paths import config_path
 
+SECTIONS: dict[str, dict[str, str]] = {
+    "Running it": {
+        "serve": "running",
+        "stop": "running",
+        "install": "service",
+        "uninstall": "service",
+        "config": "config",
+        "doctor": "doctor",
+    },
+    "Looking": {
+        "status": "looking",
+        "top": "looking",
+        "ls": "blocks",
+        "show": "blocks",
+        "events": "looking",
+    },
+    "Changing what it holds": {
+        "clear": "changing",
+        "rm": "changing",
+        "flush": "changing",
+    },
+    "More": {
+        "completion": "completion",
+    },
+}
+"""Commands by section: name, and the module of ``omlxd.cli`` that has it. A module is imported when it is needed."""
+
+MODULES = {name: module for section in SECTIONS.values() for name, module in section.items()}
+
 
 class Group(click.Group):
-    """Commands in the order in which they were added; errors end as messages and exit codes."""
+    """Finds commands in their modules; turns what they raise into messages and exit codes."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """In the order of use, not of the alphabet."""
-        return list(self.commands)
+        return list(MODULES)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import the command's module."""
+        module = MODULES.get(cmd_name)
+        if module is None:
+            return None
+        command = getattr(import_module(f"omlxd.cli.{module}"), cmd_name)
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the commands by section."""
+        width = max(map(len, MODULES))
+        for title, names in SECTIONS.items():
+            with formatter.section(title):
+                rows = []
+                for name in names:
+                    command = self.get_command(ctx, name)
+                    assert command is not None
+                    rows.append((name.ljust(width), command.get_short_help_str(limit=66)))
+                formatter.write_dl(rows)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command."""
@@ -28,9 +78,7 @@ class Group(click.Group):
 
 @click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80})
 @click.version_option(omlxd.__version__, prog_name="omlxd")
-@click.option(
-    "--config", "config_file", type=click.Path(path_type=Path), help="Configuration file. Also $OMLXD_CONFIG."
-)
+@click.option("--config", "config_file", type=click.Path(path_type=Path), help="The file. Also $OMLXD_CONFIG.")
 @click.option("--socket", help="The daemon's socket. Also $OMLXD_SOCKET.")
 @click.pass_context
 def main(ctx: click.Context, config_file: Path | None, socket: str | None) -> None:
@@ -46,7 +94,3 @@ def main(ctx: click.Context, config_file: Path | None, socket: str | None) -> No
     not well, 78 wrong configuration.
     """
     ctx.obj = Common(config_file.absolute() if config_file else config_path(), socket)
-
-
-for command in (service.install, service.uninstall, config.config):
-    main.add_command(command)

@@ -33,9 +33,10 @@ def service_of(common: Common, config: Config) -> Service:
 @json_option
 @pass_common
 def install(common: Common, start: bool, as_json: bool) -> None:
-    """Run the daemon in the background: launchd on macOS, systemd on Linux.
+    """Run the daemon in the background, from now on.
 
-    The service manager listens on the socket and starts the daemon when the
+    It becomes a LaunchAgent on macOS, a systemd user unit on Linux. The
+    service manager listens on the socket and starts the daemon when the
     first engine connects. It starts it again after a crash, and not after a
     configuration error. Running this again updates the service files: do so
     after changing sizes, since they say how long stopping may take.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from omlxd.doctor import Finding
 from omlxd.schema import ClientStats, NamespaceStats, RamStats, RateStats, SsdStats, Stats
 from omlxd.storage.sizes import format_size
 
@@ -191,3 +193,103 @@ def clients(rows: Sequence[ClientStats], most: int | None = None) -> RenderableT
 
 def _rest(count: int, what: str) -> list[Text]:
     return [Text(f"and {count} more {what} (--all)", style="dim")] if count > 0 else []
+
+
+def leases(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
+    """Who holds what, the oldest first."""
+    if not rows:
+        return Text("no leases")
+    table = plain_table(
+        "lease", "client", "pid", "blocks", "bytes", "held for", right=("lease", "pid", "blocks", "bytes")
+    )
+    for row in sorted(rows, key=lambda row: -float(row["seconds"])):
+        table.add_row(
+            str(row["lease"]),
+            middle(str(row["client"]), 28),
+            str(row["pid"] or "-"),
+            f"{row['blocks']:,}",
+            format_size(int(row["bytes"])),
+            duration(float(row["seconds"])),
+        )
+    return table
+
+
+def event_line(event: Mapping[str, Any]) -> str:
+    """``stored 3fa9c1… ns 01ab… ram 2.0 MiB position 12``."""
+    parts = [str(event["event"])]
+    if event.get("key"):
+        parts.append(bytes(event["key"]).hex()[:16])
+    parts.append(f"ns {bytes(event['namespace']).hex()[:8]}")
+    parts += [str(event[name]) for name in ("tier", "cause") if event.get(name)]
+    if "bytes" in event:
+        parts.append(format_size(int(event["bytes"])))
+    if "position" in event:
+        parts.append(f"position {event['position']}")
+    return " ".join(parts)
+
+
+def blocks(rows: Sequence[Mapping[str, Any]], models: Mapping[bytes, str]) -> Table:
+    """One line a block."""
+    table = plain_table("block", "pos", "size", "on SSD", "where", "model", right=("pos", "size", "on SSD"))
+    for row in rows:
+        table.add_row(
+            bytes(row["key"]).hex()[:16],
+            str(row["position"]),
+            format_size(int(row["bytes"])),
+            format_size(int(row["stored_bytes"])) if "stored_bytes" in row else "-",
+            where(row),
+            middle(models.get(row["namespace"], bytes(row["namespace"]).hex()[:8]), 24),
+        )
+    return table
+
+
+def where(row: Mapping[str, Any]) -> str:
+    """``RAM``, ``SSD``, ``RAM+SSD``, with ``dirty`` and how many read it."""
+    place = "+".join(name for name, there in (("RAM", row.get("ram")), ("SSD", row.get("ssd"))) if there)
+    marks = ["dirty"] if row.get("dirty") else []
+    readers = int(row.get("ref_cnt", 0))
+    if readers < 0:
+        marks.append("arriving")
+    elif readers > (1 if row.get("dirty") else 0):  # the writer of a dirty block is one of its readers
+        marks.append(f"{readers - (1 if row.get('dirty') else 0)} read")
+    return " ".join([place, *marks])
+
+
+def block(row: Mapping[str, Any], model: str) -> Table:
+    """Everything about one block."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    key = bytes(row["key"])
+    table.add_row("key", key.hex())
+    table.add_row("KV group", str(int.from_bytes(key[32:], "big")))
+    table.add_row("model", model or "not known")
+    table.add_row("namespace", bytes(row["namespace"]).hex())
+    table.add_row("position", f"{row['position']}" + ("  (head of its chain)" if row["parent"] is None else ""))
+    if row["parent"] is not None:
+        table.add_row("parent", bytes(row["parent"]).hex())
+    table.add_row("payload", f"{format_size(int(row['bytes']))} ({row['bytes']:,} bytes)")
+    table.add_row("where", where(row))
+    for name, title in (
+        ("stored_bytes", "bytes on SSD"),
+        ("codec", "codec"),
+        ("stored_at", "stored"),
+        ("chunk_id", "slot"),
+    ):
+        if row.get(name) is not None:
+            table.add_row(title, f"{row[name]:,}" if name == "stored_bytes" else str(row[name]))
+    return table
+
+
+def findings(found: Sequence[Finding]) -> Table:
+    """`omlxd doctor`: a line a check, with what to do under it."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True, style="bold")
+    table.add_column(overflow="fold")
+    styles = {"ok": "green", "note": "yellow", "wrong": "red bold"}
+    for one in found:
+        table.add_row(Text(str(one.verdict), style=styles[str(one.verdict)]), one.check, one.found)
+        if one.remedy:
+            table.add_row("", "", Text(f"-> {one.remedy}", style="dim"))
+    return table

@@ -1,0 +1,109 @@
+"""`omlxd ls` and `omlxd show`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from omlxd.cli import context, views
+from omlxd.cli.context import Common, Exit, fail, json_option, pass_common, show_json
+from omlxd.client import Cache
+from omlxd.storage.sizes import format_size
+
+SORTS = {
+    "position": lambda row: (row["namespace"], row["position"], row["key"]),
+    "size": lambda row: (-row["bytes"], row["key"]),
+    "key": lambda row: row["key"],
+}
+MOST = 10_000
+
+
+def find_blocks(cache: Cache, prefix: str) -> tuple[list[dict[str, Any]], dict[bytes, str]]:
+    """Blocks whose key begins with ``prefix``, and the models by namespace. Ends the command when there is none."""
+    answer = cache.call("list", prefix=prefix, limit=MOST)
+    if not answer["blocks"]:
+        fail(f"no block's key begins with {prefix!r}", Exit.NOT_FOUND)
+    return answer["blocks"], answer["models"]
+
+
+def find_block(cache: Cache, prefix: str) -> tuple[dict[str, Any], str]:
+    """The one block whose key begins with ``prefix``, and its model."""
+    rows, models = find_blocks(cache, prefix)
+    if len(rows) > 1:
+        few = "\n".join(row["key"].hex() for row in rows[:5])
+        fail(f"{len(rows)} blocks' keys begin with {prefix!r}; give more digits:\n{few}")
+    return rows[0], models.get(rows[0]["namespace"], "")
+
+
+@click.command()
+@click.option("--namespace", metavar="NAME", help="Only of this model, or of this namespace id.")
+@click.option("--tier", type=click.Choice(["any", "ram", "ssd"]), default="any", help="Only what is in this tier.")
+@click.option("--dirty", is_flag=True, help="Only what is not on the SSD yet.")
+@click.option("--leased", is_flag=True, help="Only what an engine holds.")
+@click.option("--sort", type=click.Choice(list(SORTS)), default="position", show_default=True)
+@click.option("--reverse", is_flag=True)
+@click.option("--limit", type=click.IntRange(1, MOST), default=50, show_default=True, help="How many to show.")
+@json_option
+@pass_common
+def ls(
+    common: Common,
+    namespace: str | None,
+    tier: str,
+    dirty: bool,
+    leased: bool,
+    sort: str,
+    reverse: bool,
+    limit: int,
+    as_json: bool,
+) -> None:
+    """List blocks.
+
+    \b
+    omlxd ls --namespace org/model --sort size
+    omlxd ls --tier ram --dirty --json
+    """
+    fields: dict[str, object] = {"tier": tier, "limit": MOST}
+    if namespace:
+        fields["namespace"] = namespace
+    with common.daemon() as cache:
+        answer = cache.call("list", timeout=None, **fields)
+    rows = [
+        row
+        for row in answer["blocks"]
+        if (not dirty or row.get("dirty")) and (not leased or row.get("ref_cnt", 0) > int(bool(row.get("dirty"))))
+    ]
+    rows.sort(key=SORTS[sort], reverse=reverse)
+    whole = len(answer["blocks"]) == answer["total"]
+    if as_json:
+        shown = [{**row, "model": answer["models"].get(row["namespace"])} for row in rows[:limit]]
+        show_json({"blocks": shown, "matching": len(rows), "complete": whole})
+        return
+    if not rows:
+        click.echo("no blocks")
+        return
+    context.show(views.blocks(rows[:limit], answer["models"]))
+    size = sum(int(row["bytes"]) for row in rows)
+    more = f"; {min(limit, len(rows))} are shown (--limit)" if len(rows) > limit else ""
+    click.echo(f"\n{len(rows):,} blocks, {format_size(size)}{more}")
+    if not whole:
+        click.echo(
+            f"only {len(answer['blocks']):,} of {answer['total']:,} blocks were looked at: narrow it down", err=True
+        )
+
+
+@click.command()
+@click.argument("key_prefix")
+@json_option
+@pass_common
+def show(common: Common, key_prefix: str, as_json: bool) -> None:
+    """Show everything about one block.
+
+    KEY_PREFIX: the first digits of its key, as `omlxd ls` shows them.
+    """
+    with common.daemon() as cache:
+        row, model = find_block(cache, key_prefix)
+    if as_json:
+        show_json({**row, "model": model})
+    else:
+        context.show(views.block(row, model))
