@@ -174,7 +174,7 @@ class Layout:
             host = array if isinstance(array, np.ndarray) else metal.host_view(array)
             np.copyto(target[start:end].view(_little_endian(host.dtype)).reshape(host.shape), host)
 
-    def unpack(self, payload: memoryview | bytes | mx.array) -> list[mx.array | None]:
+    def unpack(self, payload: metal.HostBytes | mx.array) -> list[mx.array | None]:
         """Return the tensors of a payload, a view of its bytes or the flat ``uint8`` array over them.
 
         On Metal the arrays lie in the payload's own memory and keep it alive (``metal.adopt``);

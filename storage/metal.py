@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import mlx.core as mx
 
 Bytes: TypeAlias = NDArray[np.uint8]
+HostBytes: TypeAlias = "memoryview | bytes | bytearray | Bytes"
 
 BFLOAT16 = "bfloat16"
 """The one dtype that MLX has and NumPy has not; it travels as its bytes."""
@@ -43,7 +44,7 @@ def is_zero_copy() -> bool:
     return True
 
 
-def adopt(view: memoryview | bytes | Bytes) -> mx.array:
+def adopt(view: HostBytes) -> mx.array:
     """Return the bytes of ``view`` as a flat ``uint8`` array: in place on Metal, a copy elsewhere.
 
     In place needs a view that starts on a page, as every slot in the arena does; another one is
