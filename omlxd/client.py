@@ -18,11 +18,11 @@ from omlxd import operations
 from omlxd.errors import Refused, Unavailable
 from omlxd.leases import LeaseCore, LoadedBlock
 from omlxd.link import CALL_SECONDS, Call, Link
-from omlxd.operations import GRACE_SECONDS, Operation, SpaceCore
+from omlxd.operations import GRACE_SECONDS, Operation, Ranges, SpaceCore
 from omlxd.paths import socket_path
 from omlxd.protocol import Message, RequestError
 from omlxd.results import Hit, StoreResult
-from omlxd.storage.chain import Namespace
+from omlxd.storage.chain import ExtraKey, Namespace, Tokens
 from omlxd.storage.layout import Layout
 
 if TYPE_CHECKING:
@@ -69,7 +69,9 @@ class Cache:
     def __enter__(self) -> Cache:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -228,24 +230,24 @@ class Space(SpaceCore):
 
     def match(
         self,
-        tokens: object,
+        tokens: Tokens,
         *,
         prefetch: bool = False,
-        extra_keys: object = None,
-        extra_key_ranges: object = None,
+        extra_keys: ExtraKey = None,
+        extra_key_ranges: Ranges = None,
     ) -> Hit:
         """How much of ``tokens`` could be restored now. ``prefetch=True`` starts bringing it from the SSD."""
         return self.match_keys(self.hashes(tokens, extra_keys, extra_key_ranges), prefetch=prefetch)
 
     def load(
         self,
-        tokens: object,
+        tokens: Tokens,
         *,
         timeout: float = DEFAULT_LOAD_SECONDS,
         mode: str = "wait",
         prefill_tokens_per_s: float | None = None,
-        extra_keys: object = None,
-        extra_key_ranges: object = None,
+        extra_keys: ExtraKey = None,
+        extra_key_ranges: Ranges = None,
     ) -> Lease:
         """Lease the longest prefix of ``tokens`` that can be had.
 
@@ -260,13 +262,13 @@ class Space(SpaceCore):
 
     def store(
         self,
-        tokens: object,
+        tokens: Tokens,
         payloads: Sequence[Payload],
         *,
         start: int = 0,
         timeout: float = DEFAULT_STORE_SECONDS,
-        extra_keys: object = None,
-        extra_key_ranges: object = None,
+        extra_keys: ExtraKey = None,
+        extra_key_ranges: Ranges = None,
     ) -> StoreResult:
         """Store one payload for each full block of ``tokens`` from token ``start`` on.
 
@@ -321,7 +323,9 @@ class Space(SpaceCore):
     ) -> StoreResult:
         """As :meth:`store`, for chain hashes of your own; ``start`` counts blocks here."""
         if len(payloads) > max(0, len(hashes) - start):
-            raise ValueError(f"{len(payloads)} payloads for {max(0, len(hashes) - start)} full blocks from block {start} on")
+            raise ValueError(
+                f"{len(payloads)} payloads for {max(0, len(hashes) - start)} full blocks from block {start} on"
+            )
         return self._cache._run(lambda owner: operations.store(owner, self, hashes, payloads, start, timeout))
 
     def get(self, chain_hash: bytes, *, timeout: float = DEFAULT_LOAD_SECONDS) -> bytes | None:
@@ -332,7 +336,7 @@ class Space(SpaceCore):
         """Store one block through the socket; is it in the cache now?"""
         return self._cache._run(lambda _: operations.put(self, chain_hash, payload, parent, position))
 
-    def touch(self, tokens: object) -> None:
+    def touch(self, tokens: Tokens) -> None:
         """Say that this engine used its own copy of the blocks of ``tokens``, so that the daemon keeps them young."""
         link = self._cache._current()
         hashes = self.hashes(tokens)
@@ -352,7 +356,9 @@ class Lease(LeaseCore):
     def __enter__(self) -> Lease:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.release()
 
     def __len__(self) -> int:

@@ -38,7 +38,9 @@ def receive_into(sock: socket.socket, buffer: bytearray) -> tuple[int, list[int]
     if msg_flags & socket.MSG_CTRUNC:
         for fd in received:
             os.close(fd)
-        raise OSError(f"descriptors were lost: the peer sent more than {MAX_FDS} at once, or this process has none left")
+        raise OSError(
+            f"descriptors were lost: the peer sent more than {MAX_FDS} at once, or this process has none left"
+        )
     return count, received
 
 

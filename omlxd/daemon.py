@@ -7,6 +7,7 @@ import contextlib
 import gc
 import logging
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -17,21 +18,22 @@ import psutil
 
 from omlxd.activation import extend_timeout, inherited_sockets, notify
 from omlxd.config import Config
+from omlxd.filesystems import filesystem_of
 from omlxd.listening import Listening, listen_at
-from omlxd.paths import mark_cache, private_dir, socket_path
-from omlxd.report import About, Reporter
+from omlxd.paths import PathError, mark_cache, private_dir, socket_path
+from omlxd.report import About
 from omlxd.server import Server, ServerSettings
+from omlxd.storage import pages
 from omlxd.storage.arena import Arena
 from omlxd.storage.ram import RamTier
 from omlxd.storage.sizes import format_size
 from omlxd.storage.spill import SpillSettings, WriteMode
-from omlxd.storage.ssd import SsdError, SsdTier
+from omlxd.storage.ssd import SsdTier
 from omlxd.storage.tiers import Store, StoreSettings
 
 log = logging.getLogger(__name__)
 
-SAMPLE_SECONDS = 5.0
-UPKEEP_SECONDS = 1.0
+UPKEEP_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,6 @@ class Daemon:
         )
         self._stop = asyncio.Event()
         self._signals = 0
-        self.reporter: Reporter | None = None
 
     async def run(self, ready: Callable[[str], None] | None = None) -> None:
         """Serve until told to stop; ``ready`` is told the socket once clients can connect.
@@ -94,9 +95,7 @@ class Daemon:
             self.about.socket = str(path)
         try:
             store = self.open_store(sizes)
-            server = Server(store, ServerSettings(group=self._group()), on_shutdown=self._stop.set)
-            self.reporter = Reporter(server, self.about)
-            server.reporter = self.reporter
+            server = Server(store, ServerSettings(group=self._group()), on_shutdown=self._stop.set, about=self.about)
             server.adopt_namespaces()
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self._signalled)
@@ -123,14 +122,48 @@ class Daemon:
     def open_store(self, sizes: Sizes) -> Store:
         """Open both tiers as the configuration says. A store that is broken is moved aside, not an error."""
         config = self.config
-        arena = Arena(sizes.ram, segment_bytes=min(sizes.segment, max(sizes.ram, arena_page())))
+        arena = Arena(sizes.ram, segment_bytes=min(sizes.segment, max(sizes.ram, pages.PAGE_BYTES)))
         ram = RamTier(arena, config.ram.policy)
-        ssd = None
-        if config.ssd.size not in ("0",):
+        return Store(ram, self._open_ssd(), store_settings(config, sizes), clock=time.monotonic)
+
+    def _open_ssd(self) -> SsdTier | None:
+        """The SSD tier; None when it is switched off, or when the disk does not let it be opened (then said in ``status``)."""
+        config = self.config
+        try:
             path = private_dir(Path(config.ssd.path).expanduser())
+            volume = shutil.disk_usage(path)
+            limit = config.ssd_bytes(volume.total, volume.free + size_on_disk(path))
+            if limit == 0:
+                if config.ssd.size == "auto":
+                    self._trouble(
+                        f"the volume of {path} is too full for an SSD tier: free some space, or set [ssd] size"
+                    )
+                return None
+            filesystem = filesystem_of(path)
+            if filesystem.trouble and not config.ssd.any_filesystem:
+                self._trouble(
+                    f"{path} is on a {filesystem.trouble} file system ({filesystem.kind}), where locks and maps "
+                    "can't be trusted: set [ssd] path to a local disk"
+                )
+                return None
             mark_cache(path)
-            ssd = SsdTier.open(path, config)
-        return Store(ram, ssd, store_settings(config, sizes), clock=time.monotonic)
+            return SsdTier.open(
+                path,
+                limit=limit,
+                policy=config.ssd.policy,
+                min_free=config.min_free_bytes(volume.total),
+                durability=config.ssd.durability,
+                codec=config.ssd.codec,
+                clock=time.time,
+                free_space=lambda where: shutil.disk_usage(where).free,
+            )
+        except (OSError, PathError) as error:
+            self._trouble(f"the SSD tier could not be opened: {error}; blocks are kept in RAM only")
+            return None
+
+    def _trouble(self, text: str) -> None:
+        log.error("%s", text)
+        self.about.troubles = (*self.about.troubles, text)
 
     def _group(self) -> int | None:
         if not self.config.daemon.group:
@@ -147,10 +180,12 @@ class Daemon:
         self._stop.set()
 
     async def _upkeep(self, server: Server) -> None:
-        assert self.reporter is not None
+        """What happens without anybody asking: samples for rates, a look at the disk."""
         while True:
-            self.reporter.sample()
-            await asyncio.sleep(SAMPLE_SECONDS)
+            server.reporter.sample()
+            if server.store.spiller is not None:
+                await server.store.spiller.look_after_disk()
+            await asyncio.sleep(UPKEEP_SECONDS)
 
     async def _shut_down(self, server: Server) -> None:
         store = server.store
@@ -168,11 +203,9 @@ class Daemon:
         log.info("ended in good order")
 
 
-def arena_page() -> int:
-    """The smallest segment: one page."""
-    from omlxd.storage import pages
-
-    return pages.PAGE_BYTES
+def size_on_disk(path: Path) -> int:
+    """Bytes that the files directly in ``path`` take on the disk."""
+    return sum(entry.stat().st_blocks * 512 for entry in os.scandir(path) if entry.is_file(follow_symlinks=False))
 
 
 def run(config: Config, *, config_file: Path | None = None, ready: Callable[[str], None] | None = None) -> None:
@@ -184,6 +217,3 @@ def run(config: Config, *, config_file: Path | None = None, ready: Callable[[str
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve())
-
-
-assert SsdError

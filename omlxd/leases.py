@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -92,16 +93,15 @@ class LoadedBlock:
     def _end(self, gone: Callable[[weakref.ref[object]], None]) -> weakref.ref[object] | None:
         """End the view; a reference to what is still in use, or None."""
         if self._view is not None:
-            try:
+            with contextlib.suppress(BufferError):  # an array reads it in place; the anchor says when that one is gone
                 self._view.release()
-            except BufferError:
-                pass  # an array reads it in place; the anchor says when that one is gone
             self._view = None
         if self._anchor is None:
             return None
-        reference: weakref.ref[object] = weakref.ref(self._anchor, gone)
+        quiet = weakref.ref(self._anchor)
         self._anchor = None
-        return reference if reference() is not None else None
+        anchor = quiet()
+        return weakref.ref(anchor, gone) if anchor is not None else None
 
 
 class LeaseCore:
@@ -130,7 +130,7 @@ class LeaseCore:
         self._send_release = send_release
         self._lock = threading.RLock()
         self._ended: str | None = None
-        self._in_use: set[weakref.ref[object]] = set()
+        self._in_use: dict[int, weakref.ref[object]] = {}
         self._told = False
         self._swept = False
 
@@ -173,13 +173,13 @@ class LeaseCore:
             for block in self.blocks:
                 reference = block._end(self._collected)
                 if reference is not None:
-                    self._in_use.add(reference)
+                    self._in_use[id(reference)] = reference
             self._swept = True
             self._tell_if_unused()
 
     def _collected(self, reference: weakref.ref[object]) -> None:
         with self._lock:
-            self._in_use.discard(reference)
+            self._in_use.pop(id(reference), None)
             if self._swept:  # the collector may run in the middle of end()
                 self._tell_if_unused()
 

@@ -85,7 +85,9 @@ class Link:
             self._sock.connect(path)
         except OSError as error:
             self._sock.close()
-            raise Unavailable(f"no daemon listens at {path}: {error.strerror or error}; start one with 'omlxd serve'") from None
+            raise Unavailable(
+                f"no daemon listens at {path}: {error.strerror or error}; start one with 'omlxd serve'"
+            ) from None
         self._sock.setblocking(False)
         self._poll_in = select.poll()
         self._poll_in.register(self._sock, select.POLLIN)

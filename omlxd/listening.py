@@ -65,7 +65,9 @@ def listen_at(path: Path, *, group: int | None = None, backlog: int = 128) -> Li
             sock.listen(backlog)
         except OSError as error:
             sock.close()
-            raise PathError(f"cannot listen at {path}: {error.strerror or error}; choose another path with --socket") from error
+            raise PathError(
+                f"cannot listen at {path}: {error.strerror or error}; choose another path with --socket"
+            ) from error
     except BaseException:
         os.close(lock)
         raise

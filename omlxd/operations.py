@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from omlxd.errors import OmlxdError
 from omlxd.protocol import Message
 from omlxd.results import Hit, StoreResult
 from omlxd.storage.blocks import HASH_BYTES, block_key
-from omlxd.storage.chain import Namespace, chain_hashes
+from omlxd.storage.chain import ExtraKey, Namespace, Tokens, chain_hashes
 from omlxd.storage.layout import Layout
 
 if TYPE_CHECKING:
@@ -34,6 +34,8 @@ WINDOW_BLOCKS = 512
 HEAD_GROUP = bytes(4)
 
 T = TypeVar("T")
+Ranges: TypeAlias = "Sequence[tuple[int, ExtraKey]] | None"
+"""Salts by where they begin: ``(start token, keys)``, ascending."""
 
 
 @dataclass(slots=True)
@@ -67,9 +69,9 @@ class Owner(Protocol):
     """What an operation needs of the connection that runs it."""
 
     @property
-    def segments(self) -> SegmentMap: ...
+    def segments(self) -> SegmentMap: ...  # noqa: D102
     @property
-    def limits(self) -> Limits: ...
+    def limits(self) -> Limits: ...  # noqa: D102
 
 
 class SpaceCore:
@@ -83,9 +85,9 @@ class SpaceCore:
 
     def hashes(
         self,
-        tokens: object,
-        extra_keys: object = None,
-        extra_key_ranges: object = None,
+        tokens: Tokens,
+        extra_keys: ExtraKey = None,
+        extra_key_ranges: Ranges = None,
     ) -> list[bytes]:
         """The chain hash (32 bytes) of each full block of ``tokens``, head to tail."""
         return chain_hashes(
@@ -97,7 +99,9 @@ def pack_keys(hashes: Sequence[bytes]) -> bytes:
     """Keys back to back, as the wire has them. ``ValueError`` for a hash of another length."""
     for chain_hash in hashes:
         if len(chain_hash) != HASH_BYTES:
-            raise ValueError(f"a chain hash has {HASH_BYTES} bytes, this one has {len(chain_hash)}: {chain_hash[:8].hex()}")
+            raise ValueError(
+                f"a chain hash has {HASH_BYTES} bytes, this one has {len(chain_hash)}: {chain_hash[:8].hex()}"
+            )
     return HEAD_GROUP.join(hashes) + HEAD_GROUP if hashes else b""
 
 
@@ -129,9 +133,7 @@ def lookup(space: SpaceCore, hashes: Sequence[bytes]) -> Operation[list[bool]]:
     return [code >= RAM for code in answer["where"]]
 
 
-def load_fields(
-    hashes: Sequence[bytes], mode: str, timeout: float, prefill_tokens_per_s: float | None
-) -> Message:
+def load_fields(hashes: Sequence[bytes], mode: str, timeout: float, prefill_tokens_per_s: float | None) -> Message:
     """The request for a lease on ``hashes``."""
     fields: Message = {"keys": pack_keys(hashes), "mode": mode, "timeout": timeout}
     if prefill_tokens_per_s is not None:
@@ -152,7 +154,9 @@ def _offer(payload: Payload, layout: Layout | None) -> _Offer:
     if isinstance(payload, bytes | bytearray | memoryview):
         source = np.frombuffer(payload, dtype=np.uint8)
         if layout is not None and source.nbytes != layout.nbytes:
-            raise ValueError(f"payload has {source.nbytes} bytes, the namespace's layout {layout.nbytes}: give its tensors instead")
+            raise ValueError(
+                f"payload has {source.nbytes} bytes, the namespace's layout {layout.nbytes}: give its tensors instead"
+            )
 
         def copy(out: memoryview) -> None:
             np.copyto(np.frombuffer(out, dtype=np.uint8), source)  # releases the GIL, which a memoryview does not

@@ -21,7 +21,7 @@ MAX_LISTED = 10_000
 @verb("stats")
 def stats(session: Session, fields: Fields, request_id: int) -> Message:
     """Everything that ``omlxd status`` shows."""
-    return session.server.stats()
+    return dict(session.server.reporter.stats())
 
 
 @verb("list")
@@ -77,7 +77,12 @@ async def clear(session: Session, fields: Fields, request_id: int) -> Message:
     namespace = _one_namespace(session, fields, optional=True)
     tier = fields.choice("tier", ("all", "ram", "ssd"), "all")
     done = await upkeep.clear(session.server.store, None if namespace is None else namespace.id, tier)
-    return {"ram_blocks": done.ram_blocks, "ram_bytes": done.ram_bytes, "ssd_blocks": done.ssd_blocks, "ssd_bytes": done.ssd_bytes}
+    return {
+        "ram_blocks": done.ram_blocks,
+        "ram_bytes": done.ram_bytes,
+        "ssd_blocks": done.ssd_blocks,
+        "ssd_bytes": done.ssd_bytes,
+    }
 
 
 @verb("flush")
@@ -85,10 +90,16 @@ async def flush(session: Session, fields: Fields, request_id: int) -> Message:
     """Write all dirty blocks to the SSD; parts tell the bytes to go."""
     spiller = session.server.store.spiller
     if spiller is None:
-        raise RequestError(Code.SSD_UNAVAILABLE, "there is no SSD tier to flush to: [ssd] size is 0, or the store could not be opened")
+        raise RequestError(
+            Code.SSD_UNAVAILABLE, "there is no SSD tier to flush to: [ssd] size is 0, or the store could not be opened"
+        )
     before = spiller.counts["spilled"]
     await spiller.drain(lambda left: session.more(request_id, {"dirty_bytes": left}))
-    return {"dirty_bytes": spiller.dirty_bytes, "spilled": spiller.counts["spilled"] - before, "parked": spiller.parked_blocks}
+    return {
+        "dirty_bytes": spiller.dirty_bytes,
+        "spilled": spiller.counts["spilled"] - before,
+        "parked": spiller.parked_blocks,
+    }
 
 
 @verb("resize")

@@ -171,7 +171,9 @@ class ServerSide:
             request_id = message.pop("i", None)
             verb = message.pop("v", None)
             if type(request_id) is not int or not 0 <= request_id < 1 << 63:
-                raise ProtocolError(Code.BAD_FRAME, f"request id {request_id!r}: a number from 0 to 2**63 - 1 is needed")
+                raise ProtocolError(
+                    Code.BAD_FRAME, f"request id {request_id!r}: a number from 0 to 2**63 - 1 is needed"
+                )
             if request_id in self._open:
                 raise ProtocolError(Code.BAD_FRAME, f"request id {request_id} is still open: number requests upwards")
             self._open.add(request_id)
@@ -181,7 +183,9 @@ class ServerSide:
                 yield self.error(request_id, Code.HELLO_FIRST, f"{verb!r} before hello: greet first")
             elif len(self._open) > self._max_open:
                 yield self.error(
-                    request_id, Code.TOO_MANY, f"{len(self._open)} requests open on this connection; at most {self._max_open}"
+                    request_id,
+                    Code.TOO_MANY,
+                    f"{len(self._open)} requests open on this connection; at most {self._max_open}",
                 )
             else:
                 yield Request(request_id, verb, message)

@@ -77,7 +77,7 @@ class Reporter:
             "ssd": self._ssd(store),
             "rates": {SHORT_SECONDS[window]: self._rate(window) for window in WINDOWS},
             "counts": dict(counts),
-            "evictions": {f"ram.{cause}": count for cause, count in store.removals.items()},
+            "evictions": _evictions(store),
             "histograms": {},
             "namespaces": [self._namespace(info.id) for info in server.namespaces],
             "clients": [_client(session, store) for session in server.sessions.values()],
@@ -115,28 +115,30 @@ class Reporter:
     def _ssd(self, store: Store) -> SsdStats | None:
         if store.ssd is None or store.spiller is None or store.restorer is None:
             return None
-        ssd = store.ssd.stats()
-        days = max(1e-9, (time.time() - self._server.started) / 86_400)
+        tier, spiller = store.ssd, store.spiller
+        days = (time.time() - self._server.started) / 86_400
+        written = tier.counts["written_bytes"]
+        totals = tier.namespaces()
         return {
-            "state": ssd["state"],
-            "path": ssd["path"],
-            "limit": ssd["limit"],
-            "used": ssd["used_bytes"],
-            "blocks": ssd["blocks"],
-            "payload_bytes": ssd["payload_bytes"],
-            "stored_bytes": ssd["stored_bytes"],
-            "policy": ssd["policy"],
+            "state": str(tier.state),
+            "path": str(tier.path),
+            "limit": tier.limit,
+            "used": tier.used_bytes,
+            "blocks": len(tier),
+            "payload_bytes": sum(space.nbytes for space in totals),
+            "stored_bytes": sum(space.stored_bytes for space in totals),
+            "policy": tier.policy_name,
             "mode": str(store.settings.spill.mode),
             "codec": self.about.codec,
-            "free": ssd["free_bytes"],
-            "min_free": ssd["min_free"],
-            "dirty_blocks": store.spiller.dirty_blocks,
-            "dirty_bytes": store.spiller.dirty_bytes,
+            "free": tier.free_bytes,
+            "min_free": tier.min_free,
+            "dirty_blocks": spiller.dirty_blocks,
+            "dirty_bytes": spiller.dirty_bytes,
             "max_dirty": store.settings.spill.max_dirty_bytes,
             "queue": len(store.restorer),
-            "quarantined": ssd["quarantined"],
-            "written_bytes": ssd["written_bytes"],
-            "written_per_day": ssd["written_bytes"] / max(days, 1 / 24),
+            "quarantined": tier.counts["damaged"],
+            "written_bytes": written,
+            "written_per_day": written / max(days, 1 / 24),
             "read_bytes": store.restorer.counts["restored_bytes"],
         }
 
@@ -145,7 +147,7 @@ class Reporter:
         info = self._server.namespaces.get(namespace_id)
         assert info is not None
         ram_blocks, ram_bytes = store.ram.by_namespace.get(namespace_id, (0, 0))
-        ssd_blocks, ssd_bytes = store.ssd.totals_of(namespace_id) if store.ssd is not None else (0, 0)
+        space = store.ssd.totals(namespace_id) if store.ssd is not None else None
         return {
             "id": namespace_id.hex(),
             "model": info.model,
@@ -154,8 +156,8 @@ class Reporter:
             "retired": False,
             "ram_blocks": ram_blocks,
             "ram_bytes": ram_bytes,
-            "ssd_blocks": ssd_blocks,
-            "ssd_bytes": ssd_bytes,
+            "ssd_blocks": space.blocks if space is not None else 0,
+            "ssd_bytes": space.nbytes if space is not None else 0,
             "counts": {what: count for (of, what), count in store.counts.items() if of == namespace_id},
         }
 
@@ -165,11 +167,13 @@ class Reporter:
         if self.about.config_problem:
             found.append(f"the configuration file is not used as it is now: {self.about.config_problem}")
         if store.ssd is not None:
-            ssd = store.ssd.stats()
-            if ssd["state"] != "ok":
-                found.append(f"the SSD tier is {ssd['state']} ({ssd['reason']}): blocks are served from RAM and not kept")
-            if ssd["quarantined"]:
-                found.append(f"{ssd['quarantined']} damaged blocks were found on the SSD and are not used")
+            tier = store.ssd
+            if tier.aside:
+                found.append(f"the former store was moved aside at the start: {tier.aside}")
+            if tier.state != "ok":
+                found.append(f"the SSD tier is {tier.state} ({tier.reason}): blocks are served from RAM and not kept")
+            if damaged := tier.counts["damaged"]:
+                found.append(f"{damaged} damaged blocks were found on the SSD; they are misses and are not served")
         if store.spiller is not None and store.spiller.parked_blocks:
             found.append(f"{store.spiller.parked_blocks} blocks could not be written to the SSD and are in RAM only")
         over = store.ram.arena.used - store.ram.arena.budget
@@ -188,6 +192,15 @@ _RATED = (
     "hit_bytes_ram",
     "hit_bytes_ssd",
 )
+
+
+def _evictions(store: Store) -> dict[str, int]:
+    found = {f"ram.{cause}": count for cause, count in store.removals.items()}
+    if store.ssd is not None:
+        for what, count in store.ssd.counts.items():
+            if what.startswith(("evicted", "discarded_")):
+                found[f"ssd.{what.removeprefix('discarded_')}"] = count
+    return found
 
 
 def _ram(store: Store) -> RamStats:

@@ -16,6 +16,7 @@ from omlxd import operator_verbs
 from omlxd.namespaces import NamespaceInfo, Namespaces
 from omlxd.peer import peer_of
 from omlxd.protocol import MAX_FRAME_BYTES, Code, RequestError
+from omlxd.report import About, Reporter
 from omlxd.session import Session
 from omlxd.storage.tiers import Store
 
@@ -47,6 +48,7 @@ class Server:
         settings: ServerSettings,
         *,
         on_shutdown: Callable[[], None],
+        about: About | None = None,
         uid: int | None = None,
     ) -> None:
         """``on_shutdown`` is called when a client asks the daemon to end; ``uid`` is who may connect (default: our own)."""
@@ -58,6 +60,7 @@ class Server:
         self.pid = os.getpid()
         self.started = time.time()
         self.sessions: dict[int, Session] = {}
+        self.reporter = Reporter(self, about or About())
         self.on_shutdown = on_shutdown
         self._uid = os.getuid() if uid is None else uid
         self._listening: list[socket.socket] = []
@@ -94,6 +97,13 @@ class Server:
         info = self.namespaces.add(descriptor)
         self.store.register_namespace(info.id, info.descriptor)
         return info
+
+    def adopt_namespaces(self) -> None:
+        """Know the namespaces that the SSD tier has kept."""
+        if self.store.ssd is not None:
+            for space in self.store.ssd.namespaces():
+                if space.descriptor:
+                    self.namespaces.add(dict(space.descriptor))
 
     def session_closed(self, session: Session, reason: str) -> None:
         """Release all that a client held."""

@@ -57,7 +57,9 @@ class Session:
     def namespace(self, fields: Fields) -> NamespaceInfo:
         """The namespace that a request names by the number it has on this connection."""
         if not self.namespaces:
-            raise RequestError(Code.UNKNOWN_NAMESPACE, "no namespace is registered on this connection: send 'namespace' first")
+            raise RequestError(
+                Code.UNKNOWN_NAMESPACE, "no namespace is registered on this connection: send 'namespace' first"
+            )
         return self.namespaces[fields.integer("ns", 0, len(self.namespaces) - 1)]
 
     def greeted(self) -> None:
@@ -160,7 +162,9 @@ class Session:
         else:
             self.server.counts["internal_errors"] += 1
             log.exception("%s of %r failed", request.verb, self, exc_info=error)
-            self.error(request.id, Code.INTERNAL, f"{request.verb} failed in the daemon: {type(error).__name__}: {error}")
+            self.error(
+                request.id, Code.INTERNAL, f"{request.verb} failed in the daemon: {type(error).__name__}: {error}"
+            )
 
     def _closed(self, reason: str) -> None:
         for task in self._tasks:

@@ -47,7 +47,8 @@ def hello(session: Session, fields: Fields, request_id: int) -> Message:
     versions = fields.numbers("versions", most=2)
     if len(versions) != 2 or versions[0] > VERSION or versions[1] < MIN_VERSION:
         raise RequestError(
-            Code.BAD_VERSION, f"the client speaks protocol {versions}, this daemon {MIN_VERSION} to {VERSION}: update the older one"
+            Code.BAD_VERSION,
+            f"the client speaks protocol {versions}, this daemon {MIN_VERSION} to {VERSION}: update the older one",
         )
     if "client" in fields:
         session.name = fields.text("client", longest=200)
@@ -132,7 +133,7 @@ def load(session: Session, fields: Fields, request_id: int) -> None:
     if early:
         last = early[-1]
         emit(Part([block for part in early for block in part.blocks], last.last, last.stopped))
-    return None
+    return
 
 
 def _slot(block: RamBlock) -> tuple[int, int, int]:
@@ -208,7 +209,9 @@ def _layouts(value: object) -> dict[str, bytes]:
     if not isinstance(value, dict) or not all(
         isinstance(at, str) and isinstance(raw, bytes) and len(raw) <= 1 << 20 for at, raw in value.items()
     ):
-        raise RequestError(Code.BAD_REQUEST, "layouts: a map from the block's index (text) to its layout (bytes, at most 1 MiB)")
+        raise RequestError(
+            Code.BAD_REQUEST, "layouts: a map from the block's index (text) to its layout (bytes, at most 1 MiB)"
+        )
     return value
 
 

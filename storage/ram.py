@@ -60,6 +60,7 @@ class RamTier(ChunkManager):
 
     def __init__(self, arena: Arena, policy: str = "lru", *, on_removed: Removed | None = None) -> None:
         super().__init__(0, policy)
+        self.policy_name = policy
         self.arena = arena
         self.blocks: dict[bytes, RamBlock] = {}
         """All that is found under a key, readable or not. Read-only for others."""
@@ -140,6 +141,11 @@ class RamTier(ChunkManager):
             block.chunk.ref_cnt += 1
         else:
             self.pin(block.meta.key)
+
+    def switch_policy(self, name: str) -> None:
+        """As the manager's; remembers the name."""
+        super().switch_policy(name)
+        self.policy_name = name
 
     def note_access(self, keys: Sequence[bytes], ctx: RequestContext) -> None:
         """``keys`` were used by the request of ``ctx``, here or elsewhere; those that are not readable are left out."""
@@ -226,11 +232,13 @@ class RamTier(ChunkManager):
                 if not room_sure:
                     safe = sum(self._size(b) for k in protected if (b := self.blocks.get(k)) and b.chunk.ref_cnt == 0)
                     if need > self.arena.budget - self.arena.used + self.evictable_bytes - safe:
-                        return self._refuse(placed, victims)
+                        self._refuse(placed, victims)
+                        return None
                     room_sure = True
                 more = self._victims_for(sizes[key], need, protected)
                 if more is None:
-                    return self._refuse(placed, victims)
+                    self._refuse(placed, victims)
+                    return None
                 for victim, _ in more:
                     self._give_back(self.blocks[victim])
                 victims += more
@@ -258,6 +266,7 @@ class RamTier(ChunkManager):
         return self._policy.evict_until(enough, protected)
 
     def _refuse(self, placed: dict[bytes, Extent], victims: Victims) -> None:
+        """Undo what was done for room that can't be made."""
         for extent in placed.values():
             self.arena.free(extent)
         # Where pinned blocks scatter the free room, some victims may have left in vain; they are gone all the same.

@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING
 
 from omlxd.policy.base import RequestContext
 from omlxd.storage.blocks import BlockMeta
+from omlxd.storage.ssd_errors import Damaged, Missing
 
 if TYPE_CHECKING:
     from omlxd.storage.ram import RamBlock, RamTier
     from omlxd.storage.ssd import SsdTier
+    from omlxd.storage.ssd_index import Entry
 
 log = logging.getLogger(__name__)
 
@@ -72,16 +74,21 @@ class Restorer:
             if arrived is not None:
                 arrived(None, "not_on_ssd")
             return True
+        if not self._ssd.pin(key):
+            if arrived is not None:
+                arrived(None, "not_on_ssd")
+            return True
         meta = BlockMeta(key, record.namespace, record.nbytes, record.parent, record.position, record.layout)
         reserved = self._ram.reserve([meta], (), ctx)
         if not reserved:
+            self._ssd.unpin(record)
             return False
         block = reserved[0]
         block.restoring = True
         self._waiting[key] = [arrived] if arrived is not None else []
         loop = asyncio.get_running_loop()
         future = self._pool.submit(self._read, key, self._ram.view(block))
-        future.add_done_callback(lambda done: loop.call_soon_threadsafe(self._finish, block, done))
+        future.add_done_callback(lambda done: loop.call_soon_threadsafe(self._finish, block, record, done))
         return True
 
     def forsake(self, key: bytes, arrived: Arrived) -> None:
@@ -95,16 +102,21 @@ class Restorer:
         self._ssd.read_into(key, out)
         return time.monotonic() - begun
 
-    def _finish(self, block: RamBlock, done: Future[float]) -> None:
+    def _finish(self, block: RamBlock, record: Entry, done: Future[float]) -> None:
         key = block.meta.key
         waiting = self._waiting.pop(key)
         block.restoring = False
+        self._ssd.unpin(record)
         error = done.exception()
         reason = ""
         if error is not None:
-            from omlxd.storage.ssd import Damaged, Missing
-
-            reason = "damaged" if isinstance(error, Damaged) else "not_on_ssd" if isinstance(error, Missing) else "read_error"
+            reason = (
+                "damaged"
+                if isinstance(error, Damaged)
+                else "not_on_ssd"
+                if isinstance(error, Missing)
+                else "read_error"
+            )
             self.counts[reason] += 1
             if isinstance(error, Damaged):
                 self._on_damage(key, str(error))

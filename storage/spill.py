@@ -10,9 +10,10 @@ Everything here runs on the event loop's thread; encoding and committing run on 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
@@ -20,7 +21,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from omlxd.storage.ram import RamBlock, RamTier
-    from omlxd.storage.ssd import EncodedBlock, SsdTier
+    from omlxd.storage.ssd import SsdTier
+    from omlxd.storage.ssd_plan import CommitOutcome
+    from omlxd.storage.ssd_records import EncodedBlock
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +81,10 @@ class Spiller:
         self._wake = asyncio.Event()
         self._draining = 0
         self._pressed = False
+        self._stopping = False
+        self._step: asyncio.Event | None = None
         self._task: asyncio.Task[None] | None = None
+        self._transaction = asyncio.Lock()
         self.dirty_bytes = 0
         self.busy = False
 
@@ -126,13 +132,16 @@ class Spiller:
 
     def forget(self, block: RamBlock) -> bool:
         """``block`` is being removed: it need not be written any more. Was it dirty? Its pin is then the caller's to undo."""
-        self._parked.pop(block.meta.key, None)
         entry = self._dirty.get(block.meta.key)
         if entry is None or entry[0] is not block:
             return False
         del self._dirty[block.meta.key]
         self.dirty_bytes -= block.meta.nbytes
         return True
+
+    def left_ram(self, block: RamBlock) -> None:
+        """``block`` is not in RAM any more."""
+        self._parked.pop(block.meta.key, None)
 
     def press(self) -> None:
         """Somebody waits for room: write now."""
@@ -168,8 +177,22 @@ class Spiller:
             await self._task
             self._task = None
 
-    _stopping = False
-    _step: asyncio.Event | None = None
+    async def commit_pending(self) -> None:
+        """Carry out what the SSD tier has to do besides storing: discarded records leave the disk."""
+        while self._ssd.has_chores:
+            outcome = await self._transact(())
+            if outcome is None or outcome.reason:
+                return
+
+    async def look_after_disk(self) -> None:
+        """Find out how the disk is, keep limits while nothing is stored, write recency down. Called on a timer."""
+        health = await asyncio.get_running_loop().run_in_executor(self._writer, self._ssd.probe)
+        was = self._ssd.state
+        self._ssd.observe(health)
+        if self._ssd.state != was:
+            self._wake.set()
+        self._ssd.persist()
+        await self.commit_pending()
 
     async def _run(self) -> None:
         while not self._stopping:
@@ -177,17 +200,15 @@ class Spiller:
             if not group:
                 self._wake.clear()
                 self._signal()
-                try:
+                with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._wake.wait(), self._patience())
-                except TimeoutError:
-                    pass
                 continue
             self.busy = True
             try:
                 await self._spill(group)
             except Exception:
                 log.exception("spilling %d blocks failed; they stay in RAM and may be evicted unwritten", len(group))
-                self._settle(group, written=frozenset(), park=True)
+                self._settle(group, park=True)
             finally:
                 self.busy = False
                 self._signal()
@@ -214,11 +235,12 @@ class Spiller:
                 if self._ram.blocks.get(key) is block:
                     self.add(block, asked_again=True)
         settings = self.settings
+        group_bytes = min(settings.group_bytes, max(1, self._ssd.group_bytes))
         everything = bool(self._draining) or settings.mode is WriteMode.WRITE_THROUGH
         pressed, self._pressed = self._pressed, False
         excess = self.dirty_bytes - settings.max_dirty_bytes // 2
         if pressed:
-            excess = max(excess, min(self.dirty_bytes, settings.group_bytes))
+            excess = max(excess, min(self.dirty_bytes, group_bytes))
         old = self._clock() - settings.max_age_seconds
         group: list[RamBlock] = []
         size = 0
@@ -227,54 +249,54 @@ class Spiller:
                 break
             group.append(block)
             size += block.meta.nbytes
-            if size >= settings.group_bytes or len(group) >= settings.group_blocks:
+            if size >= group_bytes or len(group) >= settings.group_blocks:
                 break
         return group
 
     async def _spill(self, group: list[RamBlock]) -> None:
         loop = asyncio.get_running_loop()
         ram, ssd = self._ram, self._ssd
-        # A block that is removed meanwhile gives its memory back at once; this pin keeps it readable for the coders.
+        # A block that is removed meanwhile gives its memory back at once; this keeps it readable until it is written.
         for block in group:
             ram.hold(block)
         try:
             encoded: list[EncodedBlock] = await asyncio.gather(
                 *(loop.run_in_executor(self._coders, ssd.encode, block.meta, ram.view(block)) for block in group)
             )
-        except BaseException:
-            for block in group:
-                ram.unhold(block)
-            raise
-        wanted = [one for one, block in zip(encoded, group, strict=True) if block.meta.key in self._dirty]
-        plan = ssd.plan(wanted)
-        outcome = None
-        try:
-            if plan is not None:
-                outcome = await loop.run_in_executor(self._writer, ssd.commit, plan)
-                ssd.applied(plan, outcome)
+            wanted = [one for one, block in zip(encoded, group, strict=True) if block.meta.key in self._dirty]
+            outcome = await self._transact(wanted)
         finally:
             for block in group:
                 ram.unhold(block)
-        if plan is None:
-            # It does not fit the limit even when all that may leave has left: keeping it dirty would block RAM for ever.
-            self.counts["no_room_on_ssd"] += len(wanted)
-            self._settle(group, written=frozenset(), park=False)
-            return
-        written = frozenset(one.key for one in wanted if one.key in ssd)
-        self.counts["spilled"] += len(written)
-        refused = len(wanted) - len(written)
-        if refused:
-            self.counts["refused_by_ssd"] += refused
-        self._settle(group, written=written, park=refused > 0)
+        for one in wanted:
+            if one.meta.key in ssd:
+                self.counts["spilled"] += 1
+                self.counts["spilled_bytes"] += one.meta.nbytes
+            else:
+                self.counts["not_spilled"] += 1
+        # What a healthy disk does not take has no room there even when all that may leave has left: it stays in RAM for
+        # as long as the policy keeps it. What a sick disk does not take is tried again when it is well.
+        self._settle(group, park=not ssd.writable or (outcome is not None and bool(outcome.reason)))
 
-    def _settle(self, group: list[RamBlock], *, written: frozenset[bytes], park: bool) -> None:
+    async def _transact(self, encoded: Sequence[EncodedBlock]) -> CommitOutcome | None:
+        """One plan, committed and booked; None when there was nothing to do."""
+        async with self._transaction:
+            plan = self._ssd.plan(encoded)
+            if plan is None:
+                return None
+            outcome = await asyncio.get_running_loop().run_in_executor(self._writer, self._ssd.commit, plan)
+            self._ssd.applied(plan, outcome)
+            if outcome.reason:
+                self.counts["failed_commits"] += 1
+            return outcome
+
+    def _settle(self, group: list[RamBlock], *, park: bool) -> None:
         for block in group:
             if not self.forget(block):
                 continue  # removed meanwhile
-            if block.meta.key not in written and park:
+            block.clean = block.meta.key in self._ssd
+            if not block.clean and park:
                 self._park(block)
-            if block.meta.key in written:
-                block.clean = True
             self._ram.complete_read(block)
         self._on_progress()
 

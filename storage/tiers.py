@@ -7,6 +7,7 @@ loop's thread; nothing here waits for the disk.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 from collections import Counter
@@ -97,6 +98,8 @@ class Store:
         self.settings = settings
         self.counts: Counter[tuple[bytes, str]] = Counter()
         """By (namespace id, what): hits, misses, stores, declines, in blocks and in bytes."""
+        self.removals: Counter[str] = Counter()
+        """Readable blocks that left RAM, by cause."""
         self.closing = False
         self._clock = clock
         self._owners: dict[Hashable, _Owner] = {}
@@ -108,9 +111,11 @@ class Store:
         self._writer = ThreadPoolExecutor(1, "omlxd-writer")
         self._coders = ThreadPoolExecutor(2, "omlxd-coder")
         self._readers = ThreadPoolExecutor(settings.restore_parallel, "omlxd-restore")
+        ram.on_removed = self._removed
         self.spiller: Spiller | None = None
         self.restorer: Restorer | None = None
         if ssd is not None:
+            ssd.elsewhere = self.ram.blocks.__contains__
             self.spiller = Spiller(
                 ram,
                 ssd,
@@ -383,10 +388,8 @@ class Store:
             if self.spiller is not None:
                 self.spiller.press()
             self._room.clear()
-            try:
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._room.wait(), left)
-            except TimeoutError:
-                pass
             offer = Offer()
             wanted = self._sort_offer(metas, offer)
             held = [key for key in held if self._is_ready(key)]
@@ -430,7 +433,11 @@ class Store:
             return []
         nbytes = sum(meta.nbytes for meta in metas)
         state = self._owners.get(owner)
-        if state is not None and state.reserved_bytes and state.reserved_bytes + nbytes > self.settings.max_reserved_bytes:
+        if (
+            state is not None
+            and state.reserved_bytes
+            and state.reserved_bytes + nbytes > self.settings.max_reserved_bytes
+        ):
             return None
         if self.spiller is not None and not self.spiller.takes(nbytes + self._reserved_bytes()):
             return None
@@ -552,6 +559,11 @@ class Store:
         for load in list(self._filling):
             load.advance()
 
+    def _removed(self, block: RamBlock, cause: str) -> None:
+        self.removals[cause] += 1
+        if self.spiller is not None:
+            self.spiller.left_ram(block)
+
     def _damaged(self, key: bytes, reason: str) -> None:
         assert self.ssd is not None
         log.warning("block %s on the SSD is damaged (%s); it is a miss from now on", key[:8].hex(), reason)
@@ -573,6 +585,11 @@ class Store:
         state = self._owners.get(owner)
         return len(state.leases) if state is not None else 0
 
+    def reserved_bytes_of(self, owner: Hashable) -> int:
+        """Payload bytes that ``owner`` has reserved and not completed."""
+        state = self._owners.get(owner)
+        return state.reserved_bytes if state is not None else 0
+
     def nbytes_of(self, key: bytes) -> int | None:
         """Payload bytes of a block; None when it is in neither tier."""
         block = self.ram.blocks.get(key)
@@ -586,6 +603,7 @@ class Store:
         owners = self._owners.values()
         return {
             "leases": sum(len(state.leases) for state in owners),
+            "leased_bytes": sum(load.nbytes for state in owners for load in state.leases.values()),
             "leased_blocks": sum(len(load.blocks) for state in owners for load in state.leases.values()),
             "reservations": sum(len(state.reservations) for state in owners),
             "reserved_bytes": self._reserved_bytes(),

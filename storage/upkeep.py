@@ -63,7 +63,11 @@ async def clear(store: Store, namespace: bytes | None, tier: str = "all") -> Cle
         store.ram.arena.release_empty()
         store.ram.arena.trim()
     if tier in ("all", "ssd") and store.ssd is not None:
-        ssd_blocks, ssd_bytes = store.ssd.clear(namespace)
+        for space in store.ssd.namespaces():
+            if namespace in (None, space.id):
+                ssd_blocks += space.blocks
+                ssd_bytes += space.nbytes
+        store.ssd.clear(namespace)
         for block in store.ram.blocks.values():
             if namespace in (None, block.meta.namespace):
                 block.clean = False
@@ -80,7 +84,7 @@ def listing(
     """Rows for blocks, and how many there are in all; only the first ``limit`` are built."""
     rows: list[dict[str, object]] = []
     total = 0
-    ssd_keys = store.ssd.keys() if store.ssd is not None and tier != "ram" else ()
+    ssd_keys = store.ssd.entries if store.ssd is not None and tier != "ram" else ()
     ram_keys = store.ram.blocks if tier != "ssd" else {}
     for key in (*ram_keys, *(key for key in ssd_keys if key not in ram_keys)):
         if prefix and not key.hex().startswith(prefix):
