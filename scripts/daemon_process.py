@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
+CHECKOUT: Final = Path(__file__).resolve().parent.parent
 START_SECONDS: Final = 30.0
 STOP_SECONDS: Final = 120.0
 POLL_SECONDS: Final = 0.02
@@ -55,7 +56,8 @@ class DaemonProcess:
     def environment(self) -> dict[str, str]:
         """The environment of the daemon, and of every program that is to find it."""
         ours = {f"OMLXD_{name.upper()}": value for name, value in self._settings.items()}
-        return {**os.environ, **ours, "OMLXD_SOCKET": str(self.socket)}
+        path = os.pathsep.join([str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        return {**os.environ, **ours, "OMLXD_SOCKET": str(self.socket), "PYTHONPATH": path}
 
     def start(self) -> None:
         """Start it and wait until it takes connections. Raises :class:`DaemonFailedError`."""
