@@ -1,0 +1,241 @@
+"""Carrying out a plan: the writer's thread, one transaction, the accounting in it.
+
+Nothing here touches the index. What fails is told in the outcome; the only exceptions that leave
+are programming errors.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeAlias
+
+import lmdb
+import msgpack
+
+from omlxd.storage.environment import Environment, WriteTransaction, trouble
+from omlxd.storage.ssd_errors import DiskTrouble
+from omlxd.storage.ssd_pages import BadFile
+from omlxd.storage.ssd_plan import CommitOutcome, CommitPlan, Quarantined
+
+log = logging.getLogger(__name__)
+
+MAX_QUARANTINE = 1000
+"""Entries of the ``quarantine`` database; older ones leave."""
+
+FreeSpace: TypeAlias = Callable[[Path], int]
+"""Bytes free on the volume of a path."""
+
+_NUMBER = struct.Struct(">Q")
+COUNTERS = b"counters"
+COMMITS_PER_ROOM = 1
+"""Transactions after which freed pages can be used again: LMDB keeps those of the last commit for its readers."""
+
+
+@dataclass(slots=True)
+class Row:
+    """One namespace's row as it changes within a transaction."""
+
+    number: int
+    descriptor: Mapping[str, object]
+    blocks: int = 0
+    nbytes: int = 0
+    stored_bytes: int = 0
+
+    def pack(self) -> bytes:
+        """As it is stored."""
+        packed: bytes = msgpack.packb(
+            [self.number, dict(self.descriptor), self.blocks, self.nbytes, self.stored_bytes], use_bin_type=True
+        )
+        return packed
+
+
+def unpack_row(packed: bytes) -> Row:
+    """Read a row of the ``namespaces`` database."""
+    return Row(*msgpack.unpackb(packed, strict_map_key=False))
+
+
+class Totals:
+    """Namespace rows and counters, read when first needed and written at the end of a transaction."""
+
+    def __init__(self, txn: WriteTransaction, environment: Environment, numbers: Mapping[bytes, int]) -> None:
+        self._txn = txn
+        self._environment = environment
+        self._numbers = dict(numbers)
+        self._ids = {number: id_ for id_, number in numbers.items()}
+        self._rows: dict[bytes, Row] = {}
+
+    def add(self, number: int, sign: int, nbytes: int, stored_bytes: int) -> None:
+        """Count a record in (``sign`` 1) or out (-1) of the namespace with that short number."""
+        row = self.row(self._ids.get(number, b""), number)
+        row.blocks += sign
+        row.nbytes += sign * nbytes
+        row.stored_bytes += sign * stored_bytes
+
+    def row(self, id_: bytes, number: int) -> Row:
+        """A namespace's row, to be changed."""
+        row = self._rows.get(id_)
+        if row is None:
+            packed = self._txn.get(self._environment.namespaces, id_) if id_ else None
+            row = self._rows[id_] = unpack_row(packed) if packed is not None else Row(number, {})
+        return row
+
+    def write(self) -> None:
+        """Put the changed rows into the transaction."""
+        for id_, row in self._rows.items():
+            if id_:
+                self._txn.put(self._environment.namespaces, id_, row.pack())
+
+
+def carry_out(environment: Environment, plan: CommitPlan, free_space: FreeSpace) -> CommitOutcome:
+    """Commit ``plan``. Writer's thread."""
+    begun = time.perf_counter()
+    outcome = _Commit(environment, plan, free_space).attempt()
+    try:
+        outcome = replace(
+            outcome,
+            pages=environment.count_pages(),
+            allocated_bytes=environment.allocated_bytes(),
+            free_bytes=free_space(environment.path),
+        )
+    except (OSError, lmdb.Error, BadFile, DiskTrouble) as error:
+        outcome = _failed(outcome, error)
+    return replace(outcome, seconds=time.perf_counter() - begun)
+
+
+class _Commit:
+    """The steps of one commit."""
+
+    def __init__(self, environment: Environment, plan: CommitPlan, free_space: FreeSpace) -> None:
+        self._environment = environment
+        self._plan = plan
+        self._free_space = free_space
+        self._outcome = CommitOutcome(stored=False, removed=False)
+
+    def attempt(self) -> CommitOutcome:
+        """In one transaction where there is room, else after one that evicts."""
+        environment, plan = self._environment, self._plan
+        try:
+            if plan.start_over:
+                environment.start_over(plan.map_bytes)
+            elif plan.map_bytes != environment.map_bytes:
+                environment.resize(plan.map_bytes)
+            if not plan.evict_first and self._may_grow() and self._at_once():
+                return self._finish()
+            self._evict()
+            if not self._may_grow():
+                environment.punch_free_pages()
+                if not self._may_grow():
+                    return replace(self._outcome, reason="the limit leaves no room for these blocks")
+            with environment.writing() as txn:
+                _store(environment, txn, plan)
+            self._outcome = replace(self._outcome, stored=True)
+            return self._finish()
+        except lmdb.MapFullError:
+            what = "LMDB finds no run of free pages that is long enough"
+            return replace(self._outcome, map_full=self._outcome.map_full + 1, reason=what)
+        except (OSError, lmdb.Error, BadFile, DiskTrouble) as error:
+            return _failed(self._outcome, error)
+
+    def _may_grow(self) -> bool:
+        """Would the file, and the volume, stay within their limits however LMDB chooses its pages?"""
+        environment, plan = self._environment, self._plan
+        need = plan.need_pages * environment.header.page_bytes
+        if not plan.blocks:
+            return True
+        allocated = environment.allocated_bytes()
+        # A map that ends within the limit is a limit by itself.
+        if environment.map_bytes > plan.allowed_bytes and allocated + need > plan.allowed_bytes:
+            return False
+        growth = min(need, max(0, environment.map_bytes - allocated))
+        return self._free_space(environment.path) - growth >= plan.min_free
+
+    def _at_once(self) -> bool:
+        environment = self._environment
+        try:
+            with environment.writing() as txn:
+                _remove(environment, txn, self._plan)
+                _store(environment, txn, self._plan)
+        except lmdb.MapFullError:
+            log.info("no room in the map for %d pages; evicting first", self._plan.need_pages)
+            self._outcome = replace(self._outcome, map_full=1)
+            return False
+        self._outcome = replace(self._outcome, stored=True, removed=True)
+        return True
+
+    def _evict(self) -> None:
+        """Free the room in a transaction of its own, and let it ripen."""
+        with self._environment.writing() as txn:
+            _remove(self._environment, txn, self._plan)
+        self._outcome = replace(self._outcome, removed=True)
+        for _ in range(COMMITS_PER_ROOM):
+            _tick(self._environment)
+
+    def _finish(self) -> CommitOutcome:
+        returned = 0
+        if self._plan.give_back:
+            _tick(self._environment)  # what the last transaction freed is free for good after one more
+            returned = self._environment.punch_free_pages() or 0
+        written = sum(block.stored_bytes for block, _ in self._plan.blocks)
+        return replace(self._outcome, written_bytes=written, returned_bytes=returned)
+
+
+def _tick(environment: Environment) -> None:
+    with environment.writing() as txn:
+        txn.put(environment.meta, b"tick", b"")
+
+
+def _remove(environment: Environment, txn: WriteTransaction, plan: CommitPlan) -> None:
+    entries = [*plan.doomed, *plan.victims]
+    totals = Totals(txn, environment, plan.space_numbers)
+    txn.read_ahead([entry.key for entry in entries])
+    for entry in entries:
+        if txn.delete_block(entry.key):
+            totals.add(entry.space.number, -1, entry.nbytes, entry.stored_bytes)
+    totals.write()
+    for damage in plan.quarantined:
+        _quarantine(environment, txn, damage)
+
+
+def _quarantine(environment: Environment, txn: WriteTransaction, damage: Quarantined) -> None:
+    with txn.txn.cursor(db=environment.quarantine) as cursor:
+        number = _NUMBER.unpack(cursor.key())[0] + 1 if cursor.last() else 0
+        if number >= MAX_QUARANTINE and cursor.first():
+            cursor.delete()
+    row = [damage.key, damage.reason, damage.stored_bytes, damage.at]
+    txn.put(environment.quarantine, _NUMBER.pack(number), msgpack.packb(row, use_bin_type=True))
+
+
+def _store(environment: Environment, txn: WriteTransaction, plan: CommitPlan) -> None:
+    totals = Totals(txn, environment, plan.space_numbers)
+    for id_, descriptor in plan.descriptors.items():
+        totals.row(id_, plan.space_numbers[id_]).descriptor = descriptor
+    for block, record in plan.blocks:
+        txn.put_block(record, block.parts)
+        totals.add(record.namespace, 1, record.nbytes, record.stored_bytes)
+    totals.write()
+    if plan.recency:
+        _append_recency(environment, txn, plan.recency)
+    counters = msgpack.unpackb(txn.get(environment.meta, COUNTERS) or b"\x80")
+    counters["next_number"] = plan.next_number
+    counters["written_bytes"] = counters.get("written_bytes", 0) + sum(block.stored_bytes for block, _ in plan.blocks)
+    counters["evicted_blocks"] = counters.get("evicted_blocks", 0) + len(plan.victims)
+    txn.put(environment.meta, COUNTERS, msgpack.packb(counters))
+
+
+def _append_recency(environment: Environment, txn: WriteTransaction, numbers: bytes) -> None:
+    with txn.txn.cursor(db=environment.recency) as cursor:
+        last = cursor.key() if cursor.last() else b""
+        number = _NUMBER.unpack(last)[0] + 1 if len(last) == _NUMBER.size else 0
+    txn.put(environment.recency, _NUMBER.pack(number), numbers)
+
+
+def _failed(outcome: CommitOutcome, error: Exception) -> CommitOutcome:
+    if isinstance(error, BadFile):
+        error = DiskTrouble("gone", f"the data file is not in order: {error}")
+    what = error if isinstance(error, DiskTrouble) else trouble(error)
+    return replace(outcome, state=what.state, reason=what.reason)  # type: ignore[arg-type]

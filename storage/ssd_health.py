@@ -1,0 +1,64 @@
+"""A look at the disk under the store: is it there, the same, writable, with room. Writer's thread."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import lmdb
+
+from omlxd.storage.environment import DATA_NAME, Environment, trouble
+from omlxd.storage.ssd_errors import DiskTrouble, SsdError
+from omlxd.storage.ssd_load import Opened, other_bytes
+from omlxd.storage.ssd_pages import BadFile
+from omlxd.storage.ssd_plan import Health, State
+
+log = logging.getLogger(__name__)
+
+
+def look(
+    environment: Environment, state: State, free_space: Callable[[Path], int], reopen: Callable[[], Opened]
+) -> Health:
+    """Find out how the disk is. ``reopen`` is called where the store is back after it was gone or read-only."""
+    path = environment.path
+    try:
+        if state == "gone" or not environment.is_in_place():
+            return _find_again(environment, reopen)
+        environment.check()
+        if environment.readonly:
+            if not _is_writable(path):
+                return Health("read-only", "the disk is mounted read-only")
+            return _find_again(environment, reopen)
+        if state != "ok":
+            with environment.writing() as txn:  # does it take a write again?
+                txn.put(environment.meta, b"tick", b"")
+        return Health(
+            "ok",
+            free_bytes=free_space(path),
+            allocated_bytes=environment.allocated_bytes(),
+            other_bytes=other_bytes(path),
+        )
+    except (DiskTrouble, BadFile, OSError, lmdb.Error) as error:
+        what = error if isinstance(error, DiskTrouble) else trouble(error)
+        return Health(what.state, what.reason)  # type: ignore[arg-type]
+
+
+def _find_again(environment: Environment, reopen: Callable[[], Opened]) -> Health:
+    """Open what is at the path now, unless that would start a store on a disk that is not the one it was on."""
+    path = environment.path
+    try:
+        same_volume = os.stat(path).st_dev == environment.device
+    except OSError as error:
+        return Health("gone", f"{path}: {error.strerror}")
+    if not same_volume and not (path / DATA_NAME).exists():
+        return Health("gone", f"{path} is not the volume that the store was on, and has no store")
+    try:
+        return Health("ok", loaded=reopen())
+    except (SsdError, OSError, lmdb.Error) as error:
+        return Health("gone", str(error))
+
+
+def _is_writable(path: Path) -> bool:
+    return not os.statvfs(path).f_flag & os.ST_RDONLY

@@ -1,0 +1,89 @@
+"""Bringing records back: read, verify, decode, straight into the slot. Any worker thread, many at once."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from omlxd.storage.codec import RAW, CodecError, decode
+from omlxd.storage.environment import Environment, Located
+from omlxd.storage.ssd_errors import Damaged, Missing
+from omlxd.storage.ssd_records import checksum
+
+_KEPT_SCRATCH = 64 << 20  # bytes a thread keeps for encoded blocks between two reads
+
+
+class _Scratch(threading.local):
+    def __init__(self) -> None:
+        self.buffer = bytearray()
+
+    def view(self, nbytes: int) -> memoryview:
+        """A buffer of the calling thread."""
+        if nbytes > _KEPT_SCRATCH:
+            return memoryview(bytearray(nbytes))
+        if len(self.buffer) < nbytes:
+            self.buffer = bytearray(nbytes)
+        return memoryview(self.buffer)[:nbytes]
+
+
+class Reader:
+    """Reads and measures how fast the disk gives."""
+
+    def __init__(self) -> None:
+        self._scratch = _Scratch()
+        self.rate = 0.0
+        """Stored bytes a second of one read, a moving mean; 0 while nothing was read."""
+
+    def read_into(self, environment: Environment, key: bytes, out: memoryview) -> int:
+        """Put the payload of ``key`` at the beginning of ``out``; returns its length in bytes.
+
+        Raises ``Missing``, ``DiskTrouble`` or ``Damaged``; ``out`` then holds anything. ``ValueError`` when it is too small.
+        """
+        located = environment.locate(key)
+        if located is None:
+            raise Missing(f"block {key.hex()[:16]} is not on the SSD")
+        record = located.record
+        if record.nbytes > out.nbytes:
+            raise ValueError(f"block {key.hex()[:16]} has {record.nbytes} bytes, the slot only {out.nbytes}")
+        target = out.cast("B")[: record.nbytes]
+        try:
+            if record.codec == RAW:
+                if record.stored_bytes != record.nbytes:
+                    raise Damaged(f"{record.stored_bytes} raw bytes for a payload of {record.nbytes}")
+                self._read(environment, located, target)
+            else:
+                stored = self._scratch.view(record.stored_bytes)
+                self._read(environment, located, stored)
+                decode(record.codec, record.frames, stored, target)
+        except (Damaged, CodecError) as error:
+            self._explain(environment, located, error)
+        return record.nbytes
+
+    def verify(self, environment: Environment, key: bytes) -> int:
+        """Read ``key`` and check its stored bytes, without decoding; returns their number. Raises as ``read_into``."""
+        located = environment.locate(key)
+        if located is None:
+            raise Missing(f"block {key.hex()[:16]} is not on the SSD")
+        try:
+            self._read(environment, located, self._scratch.view(located.record.stored_bytes))
+        except Damaged as error:
+            self._explain(environment, located, error)
+        return located.record.stored_bytes
+
+    def _read(self, environment: Environment, located: Located, out: memoryview) -> None:
+        environment.read_ahead(located)
+        begun = time.perf_counter()
+        environment.read_stored(located, out)
+        rate = out.nbytes / max(time.perf_counter() - begun, 1e-9)
+        if out.nbytes >= 1 << 16:  # what is smaller measures the calls, not the disk
+            self.rate = rate if not self.rate else 0.95 * self.rate + 0.05 * rate
+        if checksum((out,)) != located.record.checksum:
+            raise Damaged("the checksum of its bytes does not match")
+
+    def _explain(self, environment: Environment, located: Located, error: Exception) -> None:
+        """Wrong bytes are damage, unless the record has left meanwhile and its pages are another's."""
+        key = located.record.key
+        record = environment.get_record(key)
+        if record is None or record.number != located.record.number:
+            raise Missing(f"block {key.hex()[:16]} left the SSD while it was read") from error
+        raise error if isinstance(error, Damaged) else Damaged(str(error)) from error

@@ -1,0 +1,87 @@
+"""The record of a block on the SSD: what is kept beside its bytes, and how it is packed.
+
+A packed record is an 8-byte XXH3-64 of the rest, then a msgpack array. The array begins with the
+block's own key: a record that was filed under another key is recognised by it, one with a flipped
+bit by the hash. The payload's bytes have a checksum of their own (XXH3-128 over what is stored).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass
+
+import msgpack
+import xxhash
+
+from omlxd.storage.blocks import BlockMeta
+from omlxd.storage.codec import Buffer
+from omlxd.storage.ssd_errors import Damaged
+
+CHECKSUM_BYTES = 16
+_DIGEST = struct.Struct("<Q")
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedBlock:
+    """A block ready to be written. ``parts`` may be views of the slot itself: it must stay pinned."""
+
+    meta: BlockMeta
+    codec: str
+    frames: bytes
+    parts: tuple[Buffer, ...]
+    stored_bytes: int
+    checksum: bytes
+
+    @property
+    def key(self) -> bytes:
+        """The block's key."""
+        return self.meta.key
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One row of the ``blocks`` database."""
+
+    key: bytes
+    number: int
+    """Counts up with every record ever stored: the order of storing, and a short name in the recency log."""
+    namespace: int
+    """Short number of the namespace, unique in this store."""
+    nbytes: int
+    stored_bytes: int
+    codec: str
+    frames: bytes
+    checksum: bytes
+    parent: bytes | None
+    position: int
+    stored_at: float
+    """Seconds since the epoch."""
+    layout: bytes | None
+
+    def pack(self) -> bytes:
+        """As it is stored: hash and array."""
+        body: bytes = msgpack.packb(astuple(self), use_bin_type=True)
+        return _DIGEST.pack(xxhash.xxh3_64_intdigest(body)) + body
+
+
+def unpack_record(key: bytes, packed: bytes) -> Record:
+    """Read what is filed under ``key``. Raises ``Damaged`` when it is not that key's intact record."""
+    body = packed[8:]
+    if len(packed) <= 8 or _DIGEST.unpack_from(packed)[0] != xxhash.xxh3_64_intdigest(body):
+        raise Damaged("the record's own hash does not match")
+    try:
+        record = Record(*msgpack.unpackb(body, use_list=False))
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise Damaged(f"the record cannot be read: {error}") from error
+    if record.key != key:
+        raise Damaged(f"the record names another key, {record.key.hex()[:16]}")
+    return record
+
+
+def checksum(parts: Iterable[Buffer]) -> bytes:
+    """XXH3-128 over the stored bytes (releases the GIL)."""
+    state = xxhash.xxh3_128()
+    for part in parts:
+        state.update(part)
+    return state.digest()

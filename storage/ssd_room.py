@@ -1,0 +1,193 @@
+"""How much the data file may take, and who leaves so that something fits.
+
+Everything is counted in pages of the file. Of the pages that LMDB has, a few per cent are kept
+free: what the last transaction freed cannot be used by the next one, and a value needs neighbouring
+pages. That share (``margin``) grows when LMDB ever says that its map is full.
+
+Loop thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+
+from omlxd.policy.base import CachePolicy, ChunkStatus
+from omlxd.storage.environment import Pages
+from omlxd.storage.ssd_index import Entry, Index, SpaceTotals, subtree
+
+MARGIN = 0.05
+MAX_MARGIN = 0.30
+SLACK_PAGES = 24
+"""Pages of the trees that a transaction copies besides its values."""
+PAGES_PER_BLOCK = 2
+"""Likewise, per block that it adds."""
+LARGEST_GROUP = 32 << 20
+
+
+@dataclass(slots=True)
+class Room:
+    """The budget of the data file. Sizes in bytes unless they say pages."""
+
+    limit: int
+    """Everything in the store's directory together."""
+    min_free: int
+    """What must stay free on the volume, whoever uses it."""
+    page_bytes: int
+    pages: Pages
+    allocated_bytes: int
+    other_bytes: int
+    free_bytes: int | None = None
+    """Free on the volume when last asked."""
+    ceiling: int | None = None
+    """No more than this since the disk said that it is full."""
+    margin: float = MARGIN
+    unripe_pages: int = 0
+    """Freed by the last transaction: they can be used after the next one."""
+
+    @property
+    def allowed_bytes(self) -> int:
+        """What the data file may take on the disk now, in whole pages."""
+        allowed = self.limit - self.other_bytes
+        if self.free_bytes is not None and self.free_bytes < self.min_free + allowed - self.allocated_bytes:
+            # Steps of 1/64 of the limit: the map is not to be changed for every file that somebody saves.
+            step = max(self.page_bytes, self.limit // 64)
+            allowed = (self.allocated_bytes + self.free_bytes - self.min_free) // step * step
+        if self.ceiling is not None:
+            allowed = min(allowed, self.ceiling)
+        return max(0, allowed) // self.page_bytes * self.page_bytes
+
+    @property
+    def target_pages(self) -> int:
+        """How many pages may be live after a commit."""
+        return int(self.allowed_bytes // self.page_bytes * (1 - self.margin))
+
+    @property
+    def group_bytes(self) -> int:
+        """How much one transaction should carry so that it never has to free its room beforehand."""
+        return max(256 << 10, min(LARGEST_GROUP, int(self.allowed_bytes * self.margin / 3)))
+
+    @property
+    def over_pages(self) -> int:
+        """By how many pages the store is over its target; 0 when it is not."""
+        return max(0, self.pages.live - self.target_pages)
+
+    def fits_at_once(self, need_pages: int) -> bool:
+        """Whether ``need_pages`` are there before anything is freed, and half as many more, since runs must be long enough."""
+        free = self.allowed_bytes // self.page_bytes - self.pages.live - self.unripe_pages
+        return need_pages * 3 <= free * 2
+
+    def hold(self, *, full: bool) -> None:
+        """Stay at what the file has, and a little less, while the disk says that it is full."""
+        if not full:
+            self.ceiling = None
+        elif self.ceiling is None:
+            self.ceiling = self.allocated_bytes - self.allocated_bytes // 16
+
+    def map_was_full(self) -> None:
+        """LMDB found no room where this plan expected some: keep more free from now on."""
+        self.margin = min(MAX_MARGIN, self.margin * 1.25)
+
+
+class _Kept(Collection[bytes]):
+    """What must not be a victim: some keys, every block that something continues, other namespaces."""
+
+    def __init__(self, index: Index, keys: frozenset[bytes], only: SpaceTotals | None, heads_too: bool) -> None:
+        self._index = index
+        self._keys = keys
+        self._only = only
+        self._heads_too = heads_too
+
+    def __contains__(self, key: object) -> bool:
+        entry = self._index.entries.get(key)  # type: ignore[call-overload]
+        if entry is None:  # taken already, in this very search
+            return True
+        if self._only is not None and entry.space is not self._only:
+            return True
+        return key in self._keys or (entry.children is not None and not self._heads_too)
+
+    def __iter__(self) -> Iterator[bytes]:
+        return (key for key in self._index.entries if key in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class VictimSearch:
+    """Takes victims out of index and policy; ``undo`` puts all of them back."""
+
+    def __init__(
+        self, index: Index, policy: CachePolicy, keep: Iterable[bytes], elsewhere: Callable[[bytes], bool]
+    ) -> None:
+        """``keep``: keys that must stay. ``elsewhere``: is this block in RAM?"""
+        self._index = index
+        self._policy = policy
+        self._keep = frozenset(keep)
+        self._elsewhere = elsewhere
+        self.victims: list[Entry] = []
+        self.orphans = 0
+        self.pages = 0
+
+    def take_pages(self, wanted: int) -> bool:
+        """Take victims until they have ``wanted`` pages. False, and nothing more taken, when there are not so many."""
+        if self.pages >= wanted:
+            return True
+        index = self._index
+        if index.pages - index.pinned_pages < wanted - self.pages:
+            return False
+        self._take_orphans(wanted)
+        return self.pages >= wanted or self._by_policy(lambda: self.pages >= wanted, None)
+
+    def take_share(self, space: SpaceTotals, stored_bytes: int) -> bool:
+        """Take victims of one namespace until they have ``stored_bytes``."""
+        target = space.stored_bytes - stored_bytes
+        return stored_bytes <= 0 or (target >= 0 and self._by_policy(lambda: space.stored_bytes <= target, space))
+
+    def undo(self) -> None:
+        """Put everything back. What the policy knew of their recency is lost."""
+        for entry in reversed(self.victims):  # heads first
+            self._index.add(entry)
+        for entry in self.victims:
+            self._policy.insert(entry.key, entry)
+        self.victims.clear()
+        self.pages = 0
+
+    def _take(self, entry: Entry) -> None:
+        self._index.remove(entry.key)
+        self.victims.append(entry)
+        self.pages += entry.pages
+
+    def _take_orphans(self, wanted: int) -> None:
+        broken = [children for parent, children in self._index.waiting.items() if not self._elsewhere(parent)]
+        for children in broken:
+            for entry in subtree(children):
+                if self.pages >= wanted:
+                    return
+                if entry.ref_cnt == 0 and entry.key not in self._keep and entry.children is None:
+                    self._take(entry)
+                    self._policy.remove(entry.key)
+                    self.orphans += 1
+
+    def _by_policy(self, enough: Callable[[], bool], only: SpaceTotals | None) -> bool:
+        # Tails before heads; and when that finds too few (a tail is being read), whatever the policy says.
+        return self._search(enough, _Kept(self._index, self._keep, only, heads_too=False)) or self._search(
+            enough, _Kept(self._index, self._keep, only, heads_too=True)
+        )
+
+    def _search(self, enough: Callable[[], bool], kept: _Kept) -> bool:
+        before = len(self.victims)
+
+        def one_more(key: bytes, _: ChunkStatus) -> bool:
+            # At once, so that the search finds the block before it free to go.
+            self._take(self._index.entries[key])
+            return enough()
+
+        if self._policy.evict_until(one_more, kept) is not None:
+            return True
+        for entry in reversed(self.victims[before:]):
+            self._index.add(entry)
+            self.pages -= entry.pages
+            if self._policy.get(entry.key) is None:  # a policy that is not atomic here
+                self._policy.insert(entry.key, entry)
+        del self.victims[before:]
+        return False

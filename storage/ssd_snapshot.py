@@ -1,0 +1,48 @@
+"""The eviction policy's state on the disk, at a stop in good order. Writer's thread, when nobody else is left."""
+
+from __future__ import annotations
+
+import logging
+import struct
+
+import lmdb
+import msgpack
+
+from omlxd.policy.base import CachePolicy
+from omlxd.storage.environment import Environment
+from omlxd.storage.ssd_load import CLEAN, STATE
+from omlxd.storage.ssd_room import Room
+
+log = logging.getLogger(__name__)
+
+_CHUNK = struct.Struct(">I")
+
+
+def save_state(environment: Environment, policy: CachePolicy, room: Room) -> None:
+    """Replace the log of uses by the policy's state, mark the store as closed in order, make all of it durable.
+
+    Raises ``DiskTrouble``, ``OSError``. Where a full store has no room for the state, the log stays instead.
+    """
+    state = _pack(policy)
+    pages = -(-len(state) // room.page_bytes) + 1
+    try:
+        with environment.writing() as txn:
+            if state and room.fits_at_once(pages):
+                txn.clear(environment.recency)
+                size = environment.piece_bytes
+                for number, start in enumerate(range(0, len(state), size)):
+                    txn.put(environment.recency, STATE + _CHUNK.pack(number), state[start : start + size])
+            txn.put(environment.meta, CLEAN, b"yes")
+    except lmdb.MapFullError:
+        with environment.writing() as txn:
+            txn.put(environment.meta, CLEAN, b"yes")
+    environment.sync()
+
+
+def _pack(policy: CachePolicy) -> bytes:
+    try:
+        packed: bytes = msgpack.packb(policy.state(), use_bin_type=True)
+    except (NotImplementedError, TypeError, ValueError) as error:
+        log.warning("the eviction policy's state is not kept: %s", error)
+        return b""
+    return packed
