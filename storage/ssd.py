@@ -321,8 +321,8 @@ class SsdTier:
         self._ledger.room.min_free = nbytes
 
     @property
-    def free_bytes(self) -> int | None:
-        """Loop. Bytes free on the volume, as last seen; None before that."""
+    def free_bytes(self) -> int:
+        """Loop. Bytes free on the volume, as last seen."""
         return self._ledger.room.free_bytes
 
     @property

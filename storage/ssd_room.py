@@ -37,7 +37,7 @@ class Room:
     pages: Pages
     allocated_bytes: int
     other_bytes: int
-    free_bytes: int | None = None
+    free_bytes: int
     """Free on the volume when last asked."""
     ceiling: int | None = None
     """No more than this since the disk said that it is full."""
@@ -49,7 +49,7 @@ class Room:
     def allowed_bytes(self) -> int:
         """What the data file may take on the disk now, in whole pages."""
         allowed = self.limit - self.other_bytes
-        if self.free_bytes is not None and self.free_bytes < self.min_free + allowed - self.allocated_bytes:
+        if self.free_bytes < self.min_free + allowed - self.allocated_bytes:
             # Steps of 1/64 of the limit: the map is not to be changed for every file that somebody saves.
             step = max(self.page_bytes, self.limit // 64)
             allowed = (self.allocated_bytes + self.free_bytes - self.min_free) // step * step
