@@ -83,7 +83,7 @@ class LRUCachePolicy(CachePolicy):
         """New ranks, tail to head; unknown keys are ignored."""
         ranks, next_rank = self._rank, self._next_rank
         log_key, log_rank = self._log_keys.append, self._log_ranks.append
-        placed = self._heaped or self._out or self._shared
+        placed = bool(self._heaped or self._out or self._shared)
         for key in reversed(keys):
             if key in ranks:
                 if placed:
