@@ -60,12 +60,17 @@ class Ledger:
         self._descriptors: dict[bytes, Mapping[str, object]] = {}
         self._used = array("Q")
         self._persist = False
+        self._cannot_give_back = False
 
     # -- what is used, what goes ------------------------------------------------------------------
 
     @property
     def has_chores(self) -> bool:
         """Whether a plan without blocks would have something to do."""
+        return self._has_paperwork or (self.room.over_pages > 0 and self.index.pages > self.index.pinned_pages)
+
+    @property
+    def _has_paperwork(self) -> bool:
         return bool(
             self._doomed
             or self._quarantined
@@ -73,7 +78,7 @@ class Ledger:
             or self.give_back
             or self.start_over
             or (self._persist and self._used)
-            or (self.room.over_pages and self.index.pages > self.index.pinned_pages)
+            or (self.room.owes_space and not self._cannot_give_back)
         )
 
     def touch(self, keys: Sequence[bytes], ctx: RequestContext | None) -> None:
@@ -198,7 +203,7 @@ class Ledger:
                 search.take_pages(self.index.pages - self.index.pinned_pages)
         for _, reason in declined:
             self.counts[f"declined_{reason}"] += 1
-        if not blocks and not search.victims and not doomed and not self.has_chores:
+        if not blocks and not search.victims and not doomed and not self._has_paperwork:
             return None
         self.counts["evicted"] += len(search.victims)
         self.counts["evicted_orphans"] += search.orphans
@@ -286,7 +291,7 @@ class Ledger:
             min_free=room.min_free,
             need_pages=need,
             evict_first=bool(blocks) and not room.fits_at_once(need),
-            give_back=self.give_back or room.over_pages > 0,
+            give_back=self.give_back or room.over_pages > 0 or room.owes_space,
             start_over=self.start_over,
             next_number=self._next_number,
             declined=tuple(declined),
@@ -315,6 +320,8 @@ class Ledger:
         for _ in range(outcome.map_full):
             room.map_was_full()
         self.counts["map_full"] += outcome.map_full
+        self.counts["returned_bytes"] += outcome.returned_bytes
+        self._cannot_give_back = plan.give_back and not outcome.returned_bytes
         if outcome.removed:
             room.unripe_pages = SLACK_PAGES + sum(entry.pages for entry in (*plan.victims, *plan.doomed))
             self.give_back = bool(self._doomed) and plan.give_back

@@ -72,6 +72,11 @@ class Room:
         """By how many pages the store is over its target; 0 when it is not."""
         return max(0, self.pages.live - self.target_pages)
 
+    @property
+    def owes_space(self) -> bool:
+        """Whether the file takes more than it may, free pages included."""
+        return self.allocated_bytes > self.allowed_bytes
+
     def fits_at_once(self, need_pages: int) -> bool:
         """Whether ``need_pages`` are there before anything is freed, and half as many more, since runs must be long enough."""
         free = self.allowed_bytes // self.page_bytes - self.pages.live - self.unripe_pages
