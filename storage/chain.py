@@ -137,9 +137,13 @@ def token_bytes(tokens: Tokens) -> bytes:
     """
     if isinstance(tokens, (list, tuple, range, array)):
         return _from_integers(tokens)
-    if isinstance(tokens, (str, bytes, bytearray, memoryview)) or not hasattr(tokens, "__array__"):
+    if isinstance(tokens, (str, bytes, bytearray, memoryview)) or not _is_array(tokens):
         raise TypeError(f"token ids are a sequence of ints or an integer array, not {type(tokens).__name__}")
-    return _from_array(np.asarray(tokens))
+    try:
+        held = np.asarray(tokens)
+    except (ValueError, RuntimeError) as error:  # a dtype that NumPy has not: bfloat16
+        raise TypeError(f"token ids are whole numbers; {error}") from None
+    return _from_array(held)
 
 
 def chain_hashes(
@@ -280,6 +284,16 @@ def _little_endian(data: array[int]) -> array[int]:
     if sys.byteorder == "big":
         data.byteswap()
     return data
+
+
+def _is_array(tokens: object) -> bool:
+    if hasattr(tokens, "__array__"):
+        return True
+    try:  # MLX before 0.32 has the buffer protocol only
+        memoryview(tokens)  # type: ignore[arg-type]
+    except TypeError:
+        return False
+    return True
 
 
 def _from_array(tokens: np.ndarray) -> bytes:

@@ -33,23 +33,30 @@ BFLOAT16 = "bfloat16"
 
 @cache
 def is_zero_copy() -> bool:
-    """Tell whether ``adopt`` shares memory here (Metal) or copies (CPU build). Tried once, on one page."""
+    """Tell whether ``adopt`` shares memory here (Metal) or copies (CPU build). Tried once, on one page.
+
+    An MLX that shares memory but would also write to it counts as one that copies: some reuse the
+    buffer of an input that nobody else refers to for their output ("donation"), and it is a block's.
+    """
     import mlx.core as mx
 
     page = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.uint8)
     try:
-        mx.from_dlpack(page, copy=False)
+        adopted = mx.from_dlpack(page, copy=False)
     except (AttributeError, TypeError, ValueError):  # no from_dlpack, no copy argument, or it must copy
         return False
-    return True
+    changed = adopted + 1
+    del adopted
+    mx.eval(changed)
+    return not page.any()
 
 
 def adopt(view: HostBytes) -> mx.array:
     """Return the bytes of ``view`` as a flat ``uint8`` array: in place on Metal, a copy elsewhere.
 
     In place needs a view that starts on a page, as every slot in the arena does; another one is
-    copied there too. An array in place is to be read only: MLX operations never write to their
-    inputs, so all of them are safe.
+    copied there too. MLX operations do not write to an array in place, see `is_zero_copy`; whoever
+    writes through its buffer (``np.array(a, copy=False)[0] = 1``) faults, as the pages are read-only.
     """
     import mlx.core as mx
 
@@ -80,7 +87,8 @@ def host_view(array: mx.array) -> NDArray[np.generic]:
     strides, bfloat16 as ``uint16``. What is lazy is computed on the calling thread.
     """
     try:
-        return np.frombuffer(array, np.uint8)
+        flat: Bytes = np.frombuffer(array, np.uint8)  # type: ignore[call-overload]  # MLX's stubs leave the buffer protocol out
+        return flat
     except BufferError:
         return np.array(_in_host_dtype(array), copy=False)
 

@@ -197,6 +197,7 @@ def test_ranges_and_lazy_mlx_arrays_are_tokens() -> None:
         (np.array([1.0]), TypeError, "float64"),
         (np.array([True]), TypeError, "bool"),
         (mx.array([1.0]), TypeError, "float32"),
+        (mx.array([1.0], mx.bfloat16), TypeError, "whole numbers"),
         ("123", TypeError, "str"),
         (b"123", TypeError, "bytes"),
         (5, TypeError, "int"),

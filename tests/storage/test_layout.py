@@ -30,7 +30,7 @@ def random_tensor(dtype: str, shape: tuple[int, ...], seed: int) -> mx.array:
 
 
 def bits(array: mx.array) -> bytes:
-    return mx.contiguous(array.reshape(-1)).view(mx.uint8).__array__().tobytes() if array.size else b""
+    return np.array(mx.contiguous(array.reshape(-1)).view(mx.uint8)).tobytes() if array.size else b""
 
 
 def packed(layout: Layout, arrays: list[Tensor]) -> bytearray:
