@@ -8,7 +8,7 @@ is allowed. ``load_config`` is pure: it reads the file it is given and nothing e
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -203,6 +203,25 @@ class Config(Section):
     def segment_bytes(self) -> int:
         """Bytes of one segment of shared memory."""
         return parse_size(self.ram.segment)
+
+    def share_bytes(self, model: str, limit: int) -> int | None:
+        """The most of a tier of ``limit`` bytes that a model may fill; None where nothing says so."""
+        share = self.rules(model).max_share
+        return None if share == "100%" else parse_size(share, total=limit)
+
+    def keeping(self, old: Config, keys: Iterable[str]) -> Config:
+        """This configuration with the values that ``keys`` have in ``old``."""
+        kept = self.model_dump()
+        before = old.model_dump()
+        for key in keys:
+            section, _, name = key.partition(".")
+            if section != "namespace":
+                kept[section][name] = before[section][name]
+        config = Config.model_validate(kept)
+        config._origins.update(self._origins)
+        config._origins.update({key: old.origin(key) for key in keys})
+        config._notes.extend(self._notes)
+        return config
 
     def rules(self, model: str) -> NamespaceRules:
         """What holds for a model's namespaces."""

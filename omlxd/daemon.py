@@ -132,6 +132,7 @@ class Daemon:
         try:
             path = private_dir(Path(config.ssd.path).expanduser())
             volume = shutil.disk_usage(path)
+            self.about.volume = volume.total
             limit = config.ssd_bytes(volume.total, volume.free + size_on_disk(path))
             if limit == 0:
                 if config.ssd.size == "auto":

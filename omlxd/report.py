@@ -11,6 +11,7 @@ import omlxd
 from omlxd.rates import WINDOWS, Rates
 from omlxd.schema import SCHEMA, ClientStats, NamespaceStats, RamStats, RateStats, SsdStats, Stats
 from omlxd.storage.sizes import format_size
+from omlxd.wear import life_years
 
 if TYPE_CHECKING:
     from omlxd.server import Server
@@ -30,6 +31,8 @@ class About:
     config_problem: str | None = None
     needs_restart: tuple[str, ...] = ()
     codec: str = "auto"
+    volume: int = 0
+    """Bytes of the volume that the store is on."""
     troubles: tuple[str, ...] = ()
     """What went wrong at start, in plain words."""
 
@@ -78,7 +81,10 @@ class Reporter:
             "rates": {SHORT_SECONDS[window]: self._rate(window) for window in WINDOWS},
             "counts": dict(counts),
             "evictions": _evictions(store),
-            "histograms": {},
+            "histograms": {
+                name: {"bounds": list(one.bounds), "counts": one.cumulative(), "sum": one.sum}
+                for name, one in store.histograms.items()
+            },
             "namespaces": [self._namespace(info.id) for info in server.namespaces],
             "clients": [_client(session, store) for session in server.sessions.values()],
         }
@@ -118,6 +124,7 @@ class Reporter:
         tier, spiller = store.ssd, store.spiller
         days = (time.time() - self._server.started) / 86_400
         written = tier.counts["written_bytes"]
+        per_day = written / max(days, 1 / 24)
         totals = tier.namespaces()
         return {
             "state": str(tier.state),
@@ -138,8 +145,9 @@ class Reporter:
             "queue": len(store.restorer),
             "quarantined": tier.counts["damaged"],
             "written_bytes": written,
-            "written_per_day": written / max(days, 1 / 24),
+            "written_per_day": per_day,
             "read_bytes": store.restorer.counts["restored_bytes"],
+            "life_years": life_years(self.about.volume, per_day),
         }
 
     def _namespace(self, namespace_id: bytes) -> NamespaceStats:

@@ -54,6 +54,11 @@ class Session:
         """Has the connection ended?"""
         return self._connection.closed
 
+    @property
+    def queued(self) -> int:
+        """Bytes that the client has not read yet."""
+        return self._connection.queued
+
     def namespace(self, fields: Fields) -> NamespaceInfo:
         """The namespace that a request names by the number it has on this connection."""
         if not self.namespaces:

@@ -57,7 +57,7 @@ class Watched:
     """One thing that is watched; ``Watcher.watch`` makes it."""
 
     def __init__(
-        self, folders: Sequence[Path], signature: Callable[[], Hashable], changed: Callable[[], None], now: Hashable
+        self, folders: Sequence[Path], signature: Callable[[], Hashable], changed: Callable[[], object], now: Hashable
     ) -> None:
         self.folders = tuple(folders)
         self.signature = signature
@@ -84,7 +84,7 @@ class Watcher:
         self._told_of_limit = False
 
     def watch(
-        self, folders: Sequence[Path], signature: Callable[[], Hashable], changed: Callable[[], None], *, now: Hashable
+        self, folders: Sequence[Path], signature: Callable[[], Hashable], changed: Callable[[], object], *, now: Hashable
     ) -> Watched:
         """Call ``changed`` whenever ``signature`` gives something else than it last did, ``now`` to begin with.
 

@@ -30,7 +30,7 @@ Removed = Callable[["RamBlock", str], None]
 class RamBlock:
     """A block in RAM."""
 
-    __slots__ = ("_array", "chunk", "clean", "detached", "extent", "holds", "meta", "restoring", "writing")
+    __slots__ = ("_array", "chunk", "clean", "detached", "extent", "holds", "meta", "restoring", "used", "writing")
 
     def __init__(self, meta: BlockMeta, extent: Extent) -> None:
         self.meta = meta
@@ -46,6 +46,8 @@ class RamBlock:
         self.detached = False
         self.holds = 0
         """Reasons beyond reading to keep the memory of a detached block."""
+        self.used = 0.0
+        """When an engine last stored or had it (the store's clock); 0 when that is not known."""
         self._array: mx.array | None = None
 
     def __repr__(self) -> str:

@@ -40,6 +40,7 @@ class Restorer:
         parallel: int,
         on_damage: Callable[[bytes, str], None],
         on_progress: Callable[[], None],
+        on_restored: Callable[[float], None],
     ) -> None:
         self.parallel = parallel
         self.counts: Counter[str] = Counter()
@@ -48,6 +49,7 @@ class Restorer:
         self._pool = pool
         self._on_damage = on_damage
         self._on_progress = on_progress
+        self._on_restored = on_restored
         self._waiting: dict[bytes, list[Arrived]] = {}
         self._rate = 0.0
 
@@ -126,6 +128,7 @@ class Restorer:
             seconds = max(1e-6, done.result())
             rate = block.meta.nbytes / seconds
             self._rate = rate if not self._rate else 0.9 * self._rate + 0.1 * rate
+            self._on_restored(seconds)
             self.counts["restored"] += 1
             self.counts["restored_bytes"] += block.meta.nbytes
         readable = self._ram.complete(block, success=error is None)

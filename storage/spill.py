@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from omlxd.storage.ram import RamBlock, RamTier
     from omlxd.storage.ssd import SsdTier
-    from omlxd.storage.ssd_plan import CommitOutcome
+    from omlxd.storage.ssd_plan import CommitOutcome, CommitPlan
     from omlxd.storage.ssd_records import EncodedBlock
 
 log = logging.getLogger(__name__)
@@ -66,6 +66,7 @@ class Spiller:
         writer: ThreadPoolExecutor,
         coders: ThreadPoolExecutor,
         on_progress: Callable[[], None],
+        on_commit: Callable[[CommitPlan, CommitOutcome], None],
     ) -> None:
         """``writer`` has one thread, the only one that writes to the environment; ``coders`` encode in parallel."""
         self.settings = settings
@@ -76,6 +77,7 @@ class Spiller:
         self._writer = writer
         self._coders = coders
         self._on_progress = on_progress
+        self._on_commit = on_commit
         self._dirty: OrderedDict[bytes, tuple[RamBlock, float]] = OrderedDict()
         self._parked: dict[bytes, RamBlock] = {}
         self._wake = asyncio.Event()
@@ -286,6 +288,7 @@ class Spiller:
                 return None
             outcome = await asyncio.get_running_loop().run_in_executor(self._writer, self._ssd.commit, plan)
             self._ssd.applied(plan, outcome)
+            self._on_commit(plan, outcome)
             if outcome.reason:
                 self.counts["failed_commits"] += 1
             return outcome

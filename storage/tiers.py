@@ -18,11 +18,14 @@ from enum import IntEnum
 
 from omlxd.policy.base import RequestContext
 from omlxd.storage.blocks import BlockMeta
+from omlxd.storage.figures import FAST_SECONDS, LONG_SECONDS, Histogram
+from omlxd.storage.journal import Journal, Tier
 from omlxd.storage.loads import Load, Part
 from omlxd.storage.ram import RamBlock, RamTier
 from omlxd.storage.restore import Restorer
 from omlxd.storage.spill import Spiller, SpillSettings
 from omlxd.storage.ssd import SsdTier
+from omlxd.storage.ssd_plan import CommitOutcome, CommitPlan
 
 log = logging.getLogger(__name__)
 
@@ -100,6 +103,15 @@ class Store:
         """By (namespace id, what): hits, misses, stores, declines, in blocks and in bytes."""
         self.removals: Counter[str] = Counter()
         """Readable blocks that left RAM, by cause."""
+        self.histograms = {
+            "load_seconds": Histogram(FAST_SECONDS),
+            "restore_seconds": Histogram(FAST_SECONDS),
+            "commit_seconds": Histogram(FAST_SECONDS),
+            "ram_reuse_gap_seconds": Histogram(LONG_SECONDS),
+            "ram_eviction_age_seconds": Histogram(LONG_SECONDS),
+        }
+        """What took how long: loads, restores and commits; what passed between two uses, and between the last and eviction."""
+        self.journal = Journal(self._is_in_other_tier)
         self.closing = False
         self._clock = clock
         self._owners: dict[Hashable, _Owner] = {}
@@ -124,6 +136,7 @@ class Store:
                 writer=self._writer,
                 coders=self._coders,
                 on_progress=self.progress,
+                on_commit=self._committed,
             )
             self.restorer = Restorer(
                 ram,
@@ -132,6 +145,7 @@ class Store:
                 parallel=settings.restore_parallel,
                 on_damage=self._damaged,
                 on_progress=self.progress,
+                on_restored=self.histograms["restore_seconds"].observe,
             )
 
     # -- life
@@ -307,7 +321,12 @@ class Store:
         """Count what the engine got, and note the request's accesses in both tiers."""
         self._filling.discard(load)
         keys = [block.meta.key for block in load.blocks]
+        now = self._clock()
+        self.histograms["load_seconds"].observe(now - load.since)
         for block in load.blocks:
+            if block.used:
+                self.histograms["ram_reuse_gap_seconds"].observe(now - block.used)
+            block.used = now
             namespace = block.meta.namespace
             tier = "ssd" if block.meta.key in load.restored else "ram"
             self.counts[namespace, f"hits_{tier}"] += 1
@@ -496,6 +515,8 @@ class Store:
         key = block.meta.key
         readable = self.ram.complete(block, success=success)
         if readable:
+            block.used = self._clock()
+            self.journal.tell("stored", "ram", block.meta)
             self.counts[block.meta.namespace, "stored"] += 1
             self.counts[block.meta.namespace, "stored_bytes"] += block.meta.nbytes
             if self.spiller is not None:
@@ -561,8 +582,26 @@ class Store:
 
     def _removed(self, block: RamBlock, cause: str) -> None:
         self.removals[cause] += 1
+        if cause == "evicted" and block.used:
+            self.histograms["ram_eviction_age_seconds"].observe(self._clock() - block.used)
+        self.journal.tell("removed", "ram", block.meta, cause)
         if self.spiller is not None:
             self.spiller.left_ram(block)
+
+    def _committed(self, plan: CommitPlan, outcome: CommitOutcome) -> None:
+        self.histograms["commit_seconds"].observe(outcome.seconds)
+        if outcome.stored:
+            for encoded, _ in plan.blocks:
+                self.journal.tell("spilled", "ssd", encoded.meta)
+        if outcome.removed:
+            for cause, entries in (("evicted", plan.victims), ("removed", plan.doomed)):
+                for entry in entries:
+                    self.journal.tell("removed", "ssd", entry, cause)
+
+    def _is_in_other_tier(self, key: bytes, tier: Tier) -> bool:
+        if tier == "ssd":
+            return key in self.ram.blocks
+        return self.ssd is not None and key in self.ssd
 
     def _damaged(self, key: bytes, reason: str) -> None:
         assert self.ssd is not None

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from omlxd.doctor import Finding
 from omlxd.schema import ClientStats, NamespaceStats, RamStats, RateStats, SsdStats, Stats
 from omlxd.storage.sizes import format_size
+
+if TYPE_CHECKING:
+    from omlxd.doctor import Finding
 
 BAR = 16
 MODEL_WIDTH = 22
@@ -123,9 +125,20 @@ def tiers(ram: RamStats, ssd: SsdStats | None) -> RenderableType:
             f"SSD: {ssd['state']}, {ssd['mode']}, {ssd['codec']}; {format_size(ssd['dirty_bytes'])} dirty of "
             f"{format_size(ssd['max_dirty'])}, {ssd['queue']} restores now",
             f"     {format_size(ssd['free'])} free on the volume, {format_size(ssd['min_free'])} of it are left alone",
-            f"     {format_size(int(ssd['written_per_day']))} written a day, {ssd['path']}",
+            f"     {format_size(int(ssd['written_per_day']))} written a day{_life(ssd['life_years'])}",
+            f"     {ssd['path']}",
         ]
     return Group(table, *(Text(line, style="dim", overflow="fold") for line in details))
+
+
+def _life(years: float | None) -> str:
+    if years is None:
+        return ""
+    return (
+        f": the drive lasts {'over 50' if years > 50 else f'about {years:.0f}'} years"
+        if years >= 1
+        else ": too much for the drive"
+    )
 
 
 def rates(windows: Mapping[str, RateStats]) -> Table:
