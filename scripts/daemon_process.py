@@ -99,6 +99,11 @@ class DaemonProcess:
         if code:
             raise DaemonFailedError(f"the daemon ended with exit code {code}:\n{self._last_words()}")
 
+    @property
+    def pid(self) -> int:
+        """Process id; 0 when it does not run."""
+        return self._process.pid if self._process is not None else 0
+
     def kill(self) -> None:
         """End it at once, as a crash would."""
         if self._process is not None:

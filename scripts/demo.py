@@ -24,6 +24,7 @@ from scripts.smollm import model_folder
 
 PROMPT = Path(__file__).with_name("demo_prompt.txt")
 ANSWER_TOKENS = 32
+FEWEST_TOKENS = 24
 ENGINE_SECONDS = 600
 
 Runs = dict[str, Answer]
@@ -89,8 +90,9 @@ def tier_of(run: Answer) -> str:
 
 
 def identical(runs: Runs) -> bool:
-    """Did all runs answer with the same tokens?"""
-    return len({tuple(run.tokens) for run in runs.values()}) == 1
+    """Did all runs answer with the same tokens, and enough of them to tell?"""
+    enough = all(len(run.tokens) >= FEWEST_TOKENS for run in runs.values())
+    return enough and len({tuple(run.tokens) for run in runs.values()}) == 1
 
 
 def show(runs: Runs, console: Console) -> None:
