@@ -18,14 +18,41 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from omlxd.client import Cache, Lease, Space, connect
     from omlxd.errors import LeaseEnded, OmlxdError, Refused, Unavailable
+    from omlxd.results import Hit, StoreResult
+    from omlxd.storage.layout import Layout, TensorSpec
 
 __version__ = "0.1.0"
 
-__all__ = ["Cache", "Lease", "LeaseEnded", "OmlxdError", "Refused", "Space", "Unavailable", "__version__", "connect"]
+_HOME = {
+    "Cache": "omlxd.client",
+    "Hit": "omlxd.results",
+    "Layout": "omlxd.storage.layout",
+    "Lease": "omlxd.client",
+    "LeaseEnded": "omlxd.errors",
+    "OmlxdError": "omlxd.errors",
+    "Refused": "omlxd.errors",
+    "Space": "omlxd.client",
+    "StoreResult": "omlxd.results",
+    "TensorSpec": "omlxd.storage.layout",
+    "Unavailable": "omlxd.errors",
+    "connect": "omlxd.client",
+}
 
-_CLIENT = ("Cache", "Lease", "Space", "connect")
-_ERRORS = ("LeaseEnded", "OmlxdError", "Refused", "Unavailable")
-_HOME = dict.fromkeys(_CLIENT, "omlxd.client") | dict.fromkeys(_ERRORS, "omlxd.errors")
+__all__ = [
+    "Cache",
+    "Hit",
+    "Layout",
+    "Lease",
+    "LeaseEnded",
+    "OmlxdError",
+    "Refused",
+    "Space",
+    "StoreResult",
+    "TensorSpec",
+    "Unavailable",
+    "__version__",
+    "connect",
+]
 
 
 def __getattr__(name: str) -> object:
