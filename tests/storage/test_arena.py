@@ -441,12 +441,11 @@ class AgainstAList(RuleBasedStateMachine):
         if not fits:
             return
         for extent in chosen:
+            del self.live[extent]
             self.arena.free(extent)
         placed = self.arena.allocate(pages * PAGE_BYTES)
         assert placed is not None
         self.arena.free(placed)
-        for extent in chosen:
-            del self.live[extent]
 
     @rule(budget=st.integers(0, 30))
     def resize(self, budget: int) -> None:
