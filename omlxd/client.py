@@ -100,11 +100,13 @@ class Cache:
         block_tokens: int = 64,
         layout: Layout | None = None,
         salt: str | bytes | None = None,
+        model_path: str | os.PathLike[str] | None = None,
     ) -> Space:
         """The namespace of one model in one configuration; made when it does not exist yet.
 
         ``fingerprint`` stands for the weights, ``layout`` for a block's tensors (None: payloads are raw bytes),
-        ``block_tokens`` for the block size in tokens, ``salt`` keeps users or tenants apart.
+        ``block_tokens`` for the block size in tokens, ``salt`` keeps users or tenants apart. The daemon watches
+        ``model_path``, the folder of the weights, where it is given, and lets blocks go that were made of older ones.
         """
         space = Space(
             self,
@@ -116,6 +118,7 @@ class Cache:
                 salt=salt,
             ),
             layout,
+            None if model_path is None else os.path.abspath(model_path),
         )
         self._handle(self._current(), space)
         return space
@@ -192,7 +195,7 @@ class Cache:
     def _handle(self, link: Link, space: SpaceCore) -> int:
         handle = link.handles.get(space.id)
         if handle is None:
-            answer = link.ask("namespace", {"descriptor": space.namespace.descriptor()}, self._timeout)
+            answer = link.ask("namespace", space.registration(), self._timeout)
             handle = link.handles[space.id] = answer["ns"]
         return handle
 
@@ -221,8 +224,10 @@ class Cache:
 class Space(SpaceCore):
     """A namespace of a daemon. Token ids are hashed here and never leave this process."""
 
-    def __init__(self, cache: Cache, namespace: Namespace, layout: Layout | None) -> None:
-        super().__init__(namespace, layout)
+    def __init__(
+        self, cache: Cache, namespace: Namespace, layout: Layout | None, model_path: str | None = None
+    ) -> None:
+        super().__init__(namespace, layout, model_path)
         self._cache = cache
 
     def __repr__(self) -> str:

@@ -10,7 +10,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,10 @@ from omlxd.activation import extend_timeout, inherited_sockets, notify
 from omlxd.config import Config
 from omlxd.filesystems import filesystem_of
 from omlxd.listening import Listening, listen_at
-from omlxd.paths import PathError, mark_cache, private_dir, socket_path
+from omlxd.live import Live, Volume
+from omlxd.metrics import MetricsServer
+from omlxd.models import ModelFolders
+from omlxd.paths import PathError, config_path, mark_cache, private_dir, socket_path
 from omlxd.report import About
 from omlxd.server import Server, ServerSettings
 from omlxd.storage import pages
@@ -30,6 +33,7 @@ from omlxd.storage.sizes import format_size
 from omlxd.storage.spill import SpillSettings, WriteMode
 from omlxd.storage.ssd import SsdTier
 from omlxd.storage.tiers import Store, StoreSettings
+from omlxd.watching import Watcher
 
 log = logging.getLogger(__name__)
 
@@ -66,8 +70,13 @@ def store_settings(config: Config, sizes: Sizes) -> StoreSettings:
 class Daemon:
     """One run."""
 
-    def __init__(self, config: Config, *, config_file: Path | None = None) -> None:
+    def __init__(
+        self, config: Config, *, config_file: Path | None = None, flags: Mapping[str, object] | None = None
+    ) -> None:
+        """``config_file`` is watched, and what changes in it applied; ``flags`` are settings that it does not override."""
         self.config = config
+        self._config_file = config_file
+        self._flags = dict(flags or {})
         self.about = About(
             config_file=str(config_file or ""), log_level=config.daemon.log_level, codec=config.ssd.codec
         )
@@ -107,13 +116,8 @@ class Daemon:
             notify("READY=1", f"STATUS=serving at {self.about.socket}")
             if ready is not None:
                 ready(self.about.socket)
-            upkeep = loop.create_task(self._upkeep(server))
-            try:
+            async with self._attended(server):
                 await self._stop.wait()
-            finally:
-                upkeep.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await upkeep
             await self._shut_down(server)
         finally:
             if listening is not None:
@@ -180,10 +184,40 @@ class Daemon:
             os._exit(1)
         self._stop.set()
 
+    @contextlib.asynccontextmanager
+    async def _attended(self, server: Server) -> AsyncIterator[None]:
+        """What goes on beside the server: upkeep, metrics, a watch on the configuration and on models' folders."""
+        watcher, metrics = Watcher(), MetricsServer(server.reporter.stats)
+        models = server.models = ModelFolders(watcher, server.namespaces, server.retire)
+        live = server.live = Live(
+            server,
+            self.config,
+            file=self._config_file or config_path(),
+            env=os.environ,
+            flags=self._flags,
+            metrics=metrics,
+            memory=lambda: psutil.virtual_memory().total,
+            volume=lambda path: Volume(*shutil.disk_usage(path)[::2]),
+            on_models=lambda config: models.apply(watch=config.models.watch, grace=config.models.grace_seconds),
+        )
+        live.start(watcher)
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGHUP, live.reload)
+        tasks = [loop.create_task(self._upkeep(server)), loop.create_task(watcher.run())]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await models.close()
+            await metrics.close()
+
     async def _upkeep(self, server: Server) -> None:
         """What happens without anybody asking: samples for rates, a look at the disk."""
         while True:
             server.reporter.sample()
+            server.pins.sweep()
             if server.store.spiller is not None:
                 await server.store.spiller.look_after_disk()
             await asyncio.sleep(UPKEEP_SECONDS)
@@ -209,12 +243,18 @@ def size_on_disk(path: Path) -> int:
     return sum(entry.stat().st_blocks * 512 for entry in os.scandir(path) if entry.is_file(follow_symlinks=False))
 
 
-def run(config: Config, *, config_file: Path | None = None, ready: Callable[[str], None] | None = None) -> None:
+def run(
+    config: Config,
+    *,
+    config_file: Path | None = None,
+    flags: Mapping[str, object] | None = None,
+    ready: Callable[[str], None] | None = None,
+) -> None:
     """Run a daemon in this process until it is stopped. Raises as :meth:`Daemon.run` does."""
     import uvloop
 
     async def serve() -> None:
-        await Daemon(config, config_file=config_file).run(ready)
+        await Daemon(config, config_file=config_file, flags=flags).run(ready)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve())

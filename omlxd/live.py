@@ -20,6 +20,7 @@ from omlxd.watching import Watcher, file_signature
 
 if TYPE_CHECKING:
     from omlxd.metrics import MetricsServer
+    from omlxd.namespaces import NamespaceInfo
     from omlxd.server import Server
 
 log = logging.getLogger(__name__)
@@ -113,13 +114,15 @@ def _ssd_room(live: Live, config: Config) -> None:
 
 
 def _store_settings(live: Live, config: Config) -> None:
-    from omlxd.daemon import sizes_of, store_settings
+    from omlxd.daemon import sizes_of, store_settings  # the daemon imports this module
 
     live.server.store.apply(store_settings(config, sizes_of(config)))
 
 
 def _shares(live: Live, config: Config) -> None:
-    apply_rules(live.server, config)
+    for info in live.server.namespaces:
+        apply_rules(live.server, config, info)
+    live.server.reporter.about.codec = config.ssd.codec
 
 
 def _log(live: Live, config: Config) -> None:
@@ -137,15 +140,12 @@ def _metrics(live: Live, config: Config) -> None:
     live.listen_for_metrics(config.metrics.listen)
 
 
-def apply_rules(server: Server, config: Config) -> None:
-    """Shares and codecs of every namespace that the daemon knows, as ``[namespace."..."]`` says."""
+def apply_rules(server: Server, config: Config, info: NamespaceInfo) -> None:
+    """Share and codec of one namespace, as ``[namespace."..."]`` says."""
     ssd = server.store.ssd
-    if ssd is None:
-        return
-    for info in server.namespaces:
-        rules = config.rules(info.model)
+    if ssd is not None:
         ssd.set_share(info.id, config.share_bytes(info.model, ssd.limit))
-        ssd.set_codec(info.id, rules.codec or config.ssd.codec)
+        ssd.set_codec(info.id, config.rules(info.model).codec or config.ssd.codec)
 
 
 APPLIERS: Mapping[str, Applier] = {
@@ -201,7 +201,8 @@ class Live:
 
     def start(self, watcher: Watcher) -> None:
         """Apply what is not applied by starting (metrics, rules), and watch the file from now on."""
-        apply_rules(self.server, self.config)
+        _shares(self, self.config)
+        _models(self, self.config)
         self.listen_for_metrics(self.config.metrics.listen)
         watcher.watch(
             [self._file.parent], lambda: file_signature(self._file), self.reload, now=file_signature(self._file)
@@ -238,6 +239,10 @@ class Live:
         about.needs_restart = tuple(outcome.needs_restart)
         about.config_problem = "; ".join(f"{key}: {why}" for key, why in outcome.refused.items()) or None
         return outcome
+
+    def apply_rules_to(self, info: NamespaceInfo) -> None:
+        """A namespace has been registered: its rules hold from now on."""
+        apply_rules(self.server, self.config, info)
 
     def listen_for_metrics(self, address: str) -> None:
         """Serve metrics at ``address`` from now on; that it failed is a warning of ``status``."""

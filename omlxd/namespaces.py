@@ -21,6 +21,8 @@ class NamespaceInfo:
     """When an engine last registered it (seconds since the epoch)."""
     model_path: str | None = None
     """The model's folder, where an engine has told it."""
+    retired: str = ""
+    """Why its blocks leave first; empty while they do not."""
 
     @property
     def model(self) -> str:

@@ -77,11 +77,17 @@ class Owner(Protocol):
 class SpaceCore:
     """A namespace on the engine's side: names blocks, knows their layout."""
 
-    def __init__(self, namespace: Namespace, layout: Layout | None) -> None:
+    def __init__(self, namespace: Namespace, layout: Layout | None, model_path: str | None = None) -> None:
         self.namespace = namespace
+        self.model_path = model_path
         self.layout = layout
         self.block_tokens = namespace.block_tokens
         self.id = namespace.id
+
+    def registration(self) -> Message:
+        """The fields of the verb ``namespace``."""
+        fields: Message = {"descriptor": self.namespace.descriptor()}
+        return fields if self.model_path is None else {**fields, "path": self.model_path}
 
     def hashes(
         self,

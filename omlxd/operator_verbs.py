@@ -28,7 +28,7 @@ def stats(session: Session, fields: Fields, request_id: int) -> Message:
 def list_blocks(session: Session, fields: Fields, request_id: int) -> Message:
     """Blocks of a namespace, tier or key prefix; ``limit`` bounds the answer, ``total`` says how many there are."""
     server = session.server
-    namespace = _one_namespace(session, fields, optional=True)
+    namespace = one_namespace(session, fields, optional=True)
     tier = fields.choice("tier", ("any", "ram", "ssd"), "any")
     prefix = fields.text("prefix", "", longest=72)
     if any(c not in "0123456789abcdefABCDEF" for c in prefix):
@@ -74,7 +74,7 @@ async def remove(session: Session, fields: Fields, request_id: int) -> Message:
 @verb("clear")
 async def clear(session: Session, fields: Fields, request_id: int) -> Message:
     """Remove all blocks, of one namespace or of one tier if it is named."""
-    namespace = _one_namespace(session, fields, optional=True)
+    namespace = one_namespace(session, fields, optional=True)
     tier = fields.choice("tier", ("all", "ram", "ssd"), "all")
     done = await upkeep.clear(session.server.store, None if namespace is None else namespace.id, tier)
     return {
@@ -124,7 +124,7 @@ async def shutdown(session: Session, fields: Fields, request_id: int) -> None:
         session.more(request_id, {"dirty_bytes": left, "at": time.time()})
 
 
-def _one_namespace(session: Session, fields: Fields, *, optional: bool) -> NamespaceInfo | None:
+def one_namespace(session: Session, fields: Fields, *, optional: bool) -> NamespaceInfo | None:
     """The namespace that ``namespace`` names: a model's id, or the first digits of the namespace's id."""
     if optional and "namespace" not in fields:
         return None

@@ -87,6 +87,7 @@ class Reporter:
             },
             "namespaces": [self._namespace(info.id) for info in server.namespaces],
             "clients": [_client(session, store) for session in server.sessions.values()],
+            "pins": server.pins.rows(),
         }
 
     def _growing(self) -> dict[str, float]:
@@ -161,7 +162,7 @@ class Reporter:
             "model": info.model,
             "fingerprint": info.namespace.fingerprint,
             "block_tokens": info.block_tokens,
-            "retired": False,
+            "retired": bool(info.retired),
             "ram_blocks": ram_blocks,
             "ram_bytes": ram_bytes,
             "ssd_blocks": space.blocks if space is not None else 0,

@@ -11,18 +11,27 @@ import uuid
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from omlxd import operator_verbs
+from omlxd import keeping_verbs, operator_verbs
 from omlxd.namespaces import NamespaceInfo, Namespaces
 from omlxd.peer import peer_of
+from omlxd.pins import Pins
 from omlxd.protocol import MAX_FRAME_BYTES, Code, RequestError
 from omlxd.report import About, Reporter
 from omlxd.session import Session
+from omlxd.storage import upkeep
 from omlxd.storage.tiers import Store
+from omlxd.subscriptions import Subscriptions
+
+if TYPE_CHECKING:
+    from omlxd.live import Live
+    from omlxd.models import ModelFolders
 
 log = logging.getLogger(__name__)
 
-assert operator_verbs  # importing it registers its verbs
+assert operator_verbs  # importing them registers their verbs
+assert keeping_verbs
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +70,10 @@ class Server:
         self.started = time.time()
         self.sessions: dict[int, Session] = {}
         self.reporter = Reporter(self, about or About())
+        self.pins = Pins(store)
+        self.subscriptions = Subscriptions(store.journal)
+        self.live: Live | None = None
+        self.models: ModelFolders | None = None
         self.on_shutdown = on_shutdown
         self._uid = os.getuid() if uid is None else uid
         self._listening: list[socket.socket] = []
@@ -92,11 +105,25 @@ class Server:
         if self.store.closing:
             raise RequestError(Code.SHUTTING_DOWN, "the daemon is shutting down: compute, and connect again later")
 
-    def register_namespace(self, descriptor: object) -> NamespaceInfo:
-        """Know a namespace from now on, over restarts too."""
+    def register_namespace(self, descriptor: object, model_path: str | None = None) -> NamespaceInfo:
+        """Know a namespace from now on, over restarts too. ``model_path``: the folder that its weights came from."""
         info = self.namespaces.add(descriptor)
+        info.retired = ""
         self.store.register_namespace(info.id, info.descriptor)
+        if self.live is not None:
+            self.live.apply_rules_to(info)
+        if model_path is not None:
+            info.model_path = model_path
+            if self.models is not None:
+                self.models.follow(info)
         return info
+
+    def retire(self, info: NamespaceInfo, why: str) -> None:
+        """Let the blocks of a namespace leave first; what is on the SSD too leaves RAM now."""
+        info.retired = why
+        upkeep.drop_clean(self.store, info.id)
+        self.subscriptions.retired(info.id, why)
+        log.info("namespace %s of %s is retired: %s", info.id.hex()[:8], info.model, why)
 
     def adopt_namespaces(self) -> None:
         """Know the namespaces that the SSD tier has kept."""

@@ -39,6 +39,8 @@ class Session:
         self.since = time.time()
         self.namespaces: list[NamespaceInfo] = []
         self.requests = 0
+        self.looked_up: bytes | None = None
+        """The last key of the chain that was looked up last: its misses are counted."""
         self._known_segments: set[int] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._protocol = ServerSide(server.settings.max_frame, server.settings.max_open_requests)

@@ -70,9 +70,8 @@ def namespace(session: Session, fields: Fields, request_id: int) -> Message:
     """Register a namespace on this connection; later requests name it by the number in the answer."""
     if len(session.namespaces) >= session.server.settings.max_namespaces:
         raise RequestError(Code.TOO_MANY, f"{len(session.namespaces)} namespaces on one connection are the most")
-    info = session.server.register_namespace(fields.raw("descriptor"))
-    if "path" in fields:
-        info.model_path = fields.text("path")
+    path = fields.text("path") if "path" in fields else None
+    info = session.server.register_namespace(fields.raw("descriptor"), path)
     if info not in session.namespaces:
         session.namespaces.append(info)
     return {"ns": session.namespaces.index(info), "id": info.id}
@@ -84,7 +83,12 @@ def lookup(session: Session, fields: Fields, request_id: int) -> Message:
     info = session.namespace(fields)
     keys = fields.keys()
     store = session.server.store
-    where = store.lookup(keys, prefix=fields.flag("prefix"))
+    prefix = fields.flag("prefix")
+    where = store.lookup(keys, prefix=prefix)
+    if prefix and keys:
+        found = len(where) - where.endswith(b"\0")
+        store.counts[info.id, "misses"] += len(keys) - found
+        session.looked_up = keys[-1]
     if fields.flag("prefetch"):
         store.prefetch(keys, block_tokens=info.block_tokens)
     return {"where": where}
@@ -128,6 +132,8 @@ def load(session: Session, fields: Fields, request_id: int) -> None:
         timeout=timeout if mode == "wait" else None,
         emit=emit,
         prefill_tokens_per_s=fields.number("prefill_tokens_per_s"),
+        # An engine that looks first and loads the same chain then has missed what it lacks once, not twice.
+        misses_of=info.id if keys and keys[-1] != session.looked_up else None,
     )
     lease_id = lease.id
     if early:

@@ -84,7 +84,12 @@ class Watcher:
         self._told_of_limit = False
 
     def watch(
-        self, folders: Sequence[Path], signature: Callable[[], Hashable], changed: Callable[[], object], *, now: Hashable
+        self,
+        folders: Sequence[Path],
+        signature: Callable[[], Hashable],
+        changed: Callable[[], object],
+        *,
+        now: Hashable,
     ) -> Watched:
         """Call ``changed`` whenever ``signature`` gives something else than it last did, ``now`` to begin with.
 

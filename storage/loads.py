@@ -56,6 +56,8 @@ class Load:
         window: int,
         since: float,
         compute_blocks_per_s: float = 0.0,
+        counted: bool = True,
+        misses_of: bytes | None = None,
     ) -> None:
         self.id = lease_id
         self.owner = owner
@@ -71,6 +73,10 @@ class Load:
         self.released = False
         self.compute_blocks_per_s = compute_blocks_per_s
         """How many blocks a second the engine computes by itself; 0: it did not say."""
+        self.counted = counted
+        """Is it an engine's, and so a hit or a miss?"""
+        self.misses_of = misses_of
+        """The namespace whose misses the keys are that cannot be had; None: nobody's, or counted already."""
         self._source = source
         self._window = window
         self._early: dict[int, RamBlock] = {}

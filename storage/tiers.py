@@ -208,11 +208,14 @@ class Store:
         timeout: float | None,
         emit: Callable[[Part], None],
         prefill_tokens_per_s: float | None = None,
+        counted: bool = True,
+        misses_of: bytes | None = None,
     ) -> Load:
         """Lease the longest prefix of ``keys`` that can be had.
 
         ``timeout``: seconds to wait for what is not in RAM; None: take what is there. ``prefill_tokens_per_s``: blocks whose
-        restore is measurably slower than computing them at this rate are left.
+        restore is measurably slower than computing them at this rate are left. ``counted``: it is an engine's, so what
+        it gets are hits; ``misses_of``: what it does not get are misses of this namespace.
         """
         ctx = RequestContext(f"load-{next(self._ids)}")
         for index, key in enumerate(keys):
@@ -226,6 +229,8 @@ class Store:
             window=self.settings.restore_ahead,
             since=self._clock(),
             compute_blocks_per_s=(prefill_tokens_per_s or 0.0) / block_tokens,
+            counted=counted,
+            misses_of=misses_of,
         )
         self._filling.add(load)
         self._owners.setdefault(owner, _Owner()).leases[load.id] = load
@@ -320,6 +325,9 @@ class Store:
     def load_finished(self, load: Load) -> None:
         """Count what the engine got, and note the request's accesses in both tiers."""
         self._filling.discard(load)
+        if not load.counted:
+            self.ram.on_request_finished(load.ctx)
+            return
         keys = [block.meta.key for block in load.blocks]
         now = self._clock()
         self.histograms["load_seconds"].observe(now - load.since)
@@ -333,8 +341,8 @@ class Store:
             self.counts[namespace, f"hit_bytes_{tier}"] += block.meta.nbytes
             if self.spiller is not None and not block.clean:
                 self.spiller.add(block, asked_again=True)
-        if load.blocks and len(keys) < len(load.keys):
-            self.counts[load.blocks[0].meta.namespace, "misses"] += len(load.keys) - len(keys)
+        if load.misses_of is not None:
+            self.counts[load.misses_of, "misses"] += len(load.keys) - len(keys)
         self._accessed(keys, load.ctx)
 
     def _accessed(self, keys: Sequence[bytes], ctx: RequestContext) -> None:
@@ -525,7 +533,7 @@ class Store:
             waiting(block if readable else None)
         return readable
 
-    async def get(self, key: bytes, *, timeout: float) -> bytes | None:
+    async def get(self, key: bytes, *, timeout: float, counted: bool = True) -> bytes | None:
         """One block's payload, copied; None when it can't be had in time."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -534,7 +542,7 @@ class Store:
                 done.set_result(None)
 
         owner = object()
-        load = self.load(owner, [key], block_tokens=1, timeout=timeout, emit=emit)
+        load = self.load(owner, [key], block_tokens=1, timeout=timeout, emit=emit, counted=counted)
         try:
             await done
             return bytes(self.ram.view(load.blocks[0])) if load.blocks else None

@@ -29,6 +29,19 @@ def forget_in_ram(store: Store, block: RamBlock, cause: str) -> None:
         store.ram.complete_read(block)  # the writer's pin
 
 
+def drop_clean(store: Store, namespace: bytes) -> int:
+    """Let go of a namespace's RAM blocks that are on the SSD too and that nobody reads; how many went."""
+    clean = [
+        block
+        for block in store.ram.blocks.values()
+        if block.meta.namespace == namespace and block.clean and block.chunk.ref_cnt == 0
+    ]
+    for block in clean:
+        forget_in_ram(store, block, "retired")
+    store.progress()
+    return len(clean)
+
+
 async def remove(store: Store, keys: Sequence[bytes]) -> int:
     """Remove blocks by key from both tiers; how many were there."""
     found = set()

@@ -67,7 +67,7 @@ def serve(
 
     start_logging(config.daemon.log_level, config.daemon.log_format)
     try:
-        run(config, config_file=common.config_file)
+        run(config, config_file=common.config_file, flags=flags)
     except (SocketTaken, SsdLocked) as error:
         fail(str(error))
 
