@@ -68,7 +68,8 @@ class PagedCacheManager(PrefixIndex, CacheManager):
     def get_or_create_block_table(self, request_id: str) -> BlockTable:
         """The request's table, a new one if it has none."""
         with self._lock:
-            return self.request_tables.get(request_id) or self._add_table(BlockTable(request_id))
+            table = self.request_tables.get(request_id)
+            return self._add_table(BlockTable(request_id)) if table is None else table
 
     def delete_block_table(self, request_id: str) -> bool:
         """Forget the table and free its blocks; False when there is none."""
@@ -76,9 +77,20 @@ class PagedCacheManager(PrefixIndex, CacheManager):
             table = self.request_tables.pop(request_id, None)
             if table is None:
                 return False
-            for block_id in table.block_ids:
-                if block_id != self.null_block.block_id:
-                    self.free_block(block_id)
+            for block_id in filter(None, table.block_ids):  # the null block is nobody's to free
+                self.free_block(block_id)
+            table.block_ids, table.num_tokens = [], 0
+            return True
+
+    def release_block_table(self, request_id: str) -> bool:
+        """Forget the table as a request ends, but let its blocks be found, tail first to be evicted; False
+        when there is none.
+        """
+        with self._lock:
+            table = self.request_tables.pop(request_id, None)
+            if table is None:
+                return False
+            self.release_for_eviction(filter(None, reversed(table.block_ids)))
             table.block_ids, table.num_tokens = [], 0
             return True
 

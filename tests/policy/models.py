@@ -1,6 +1,7 @@
 """The contract of LRU and ARC once more, as lists, with no thought of speed. And how long the machines run.
 
-`OMLXD_LONG=1` makes each machine take at least 200,000 steps; without it the budget suits every run of the tests.
+`OMLXD_LONG=1` makes each machine take at least 200,000 steps; without it the budget suits every run of the
+tests.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ def flat_order(groups: Sequence[Sequence[bytes]], ctx: RequestContext) -> list[b
 
 
 class LRUModel:
-    """Key, chunk and rank in a list. A rank is (number, -position, -count): the last two for provisional ranks only."""
+    """Key, chunk and rank in a list. A rank is (number, -position, -count): the last two for provisional
+    ranks only.
+    """
 
     def __init__(self) -> None:
         self.entries: dict[bytes, tuple[ChunkStatus, tuple[int, int, int]]] = {}
@@ -141,7 +144,9 @@ class ARCModel:
                 self.b2.remove(key)
                 self.b2.append(key)
 
-    def finish(self, groups: Sequence[Sequence[bytes]], inserted: set[bytes], reused: set[bytes], ctx: RequestContext) -> None:
+    def finish(
+        self, groups: Sequence[Sequence[bytes]], inserted: set[bytes], reused: set[bytes], ctx: RequestContext
+    ) -> None:
         for key in reversed(flat_order(groups, ctx)):
             place = self.t1 if key in self.t1 else self.t2 if key in self.t2 else None
             if place is None or key not in inserted | reused:
