@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import click
 
+from omlxd.cli.ages import Age
 from omlxd.cli.blocks import find_block
 from omlxd.cli.context import Common, json_option, pass_common, show_json
 from omlxd.cli.running import draining
+from omlxd.cli.views import duration
 from omlxd.storage.sizes import format_size
 
 yes_option = click.option("--yes", is_flag=True, help="Do not ask.")
@@ -16,26 +18,41 @@ REMOVE_SECONDS = 600.0
 @click.command()
 @click.option("--tier", type=click.Choice(["all", "ram", "ssd"]), default="all", show_default=True)
 @click.option("--namespace", metavar="NAME", help="Only of this model, or of this namespace id.")
+@click.option("--retired", is_flag=True, help="Only of models whose weights have changed or gone.")
+@click.option("--older-than", type=Age(), metavar="AGE", help='Only what was not used for so long: "12h", "7d".')
 @yes_option
 @json_option
 @pass_common
-def clear(common: Common, tier: str, namespace: str | None, yes: bool, as_json: bool) -> None:
-    """Remove blocks: all, of one tier, of one model.
+def clear(
+    common: Common,
+    tier: str,
+    namespace: str | None,
+    retired: bool,
+    older_than: float | None,
+    yes: bool,
+    as_json: bool,
+) -> None:
+    """Remove blocks: all, or some of them.
 
     Blocks that an engine holds become misses at once; their memory follows
     when it lets go. Clearing only RAM writes what is dirty to the SSD first.
 
     \b
     omlxd clear --namespace org/model
-    omlxd clear --tier ram --yes
+    omlxd clear --retired --yes
+    omlxd clear --older-than 7d
     """
-    fields: dict[str, object] = {"tier": tier}
+    fields: dict[str, object] = {"tier": tier, "retired": retired}
     if namespace:
         fields["namespace"] = namespace
+    if older_than is not None:
+        fields["older_than"] = older_than
     with common.daemon(timeout=REMOVE_SECONDS) as cache:
         if not yes:
-            what = f"of {namespace}" if namespace else "of all models"
-            click.confirm(f"Remove the blocks {what} from {tier if tier != 'all' else 'both tiers'}?", abort=True)
+            whose = f"of {namespace}" if namespace else "of retired models" if retired else "of all models"
+            when = f", unused for {duration(older_than)}," if older_than is not None else ""
+            place = "both tiers" if tier == "all" else tier
+            click.confirm(f"Remove the blocks {whose}{when} from {place}?", abort=True)
         done = cache.call("clear", timeout=None, **fields)
     if as_json:
         show_json(done)

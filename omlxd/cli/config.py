@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 import click
 from rich.table import Table
 
 from omlxd.cli.context import Common, Exit, fail, json_option, pass_common, show, show_json
-from omlxd.config import Config, ConfigError, example
+from omlxd.config import ConfigError, example
 from omlxd.paths import private_dir
 
 
@@ -19,40 +20,42 @@ def config() -> None:
 
 @config.command("show")
 @click.option("--origin", is_flag=True, help="Also tell where each value comes from.")
+@click.option("--running", is_flag=True, help="Ask the running daemon what it has in effect.")
 @json_option
 @pass_common
-def show_config(common: Common, origin: bool, as_json: bool) -> None:
-    """Show the configuration in effect: defaults, file, environment, flags.
+def show_config(common: Common, origin: bool, running: bool, as_json: bool) -> None:
+    """Show the configuration: defaults, file, environment, flags.
 
     \b
     omlxd config show --origin
     OMLXD_RAM_SIZE=8GiB omlxd config show --json
     """
-    loaded = common.config()
+    notes: list[str] = []
+    if running:
+        with common.daemon() as cache:
+            values = cache.call("settings")["values"]
+    else:
+        loaded = common.config()
+        notes = loaded.notes
+        values = {key: {"value": value, "origin": loaded.origin(key)} for key, value in loaded.values()}
     if as_json:
-        show_json(
-            {
-                "file": common.config_file,
-                "values": {key: {"value": value, "origin": loaded.origin(key)} for key, value in loaded.values()},
-                "notes": loaded.notes,
-            }
-        )
+        show_json({"file": common.config_file, "values": values, "notes": notes})
         return
-    show(config_table(loaded, origin=origin))
-    for note in loaded.notes:
+    show(config_table(values, origin=origin))
+    for note in notes:
         click.echo(note, err=True)
 
 
-def config_table(loaded: Config, *, origin: bool) -> Table:
+def config_table(values: Mapping[str, Mapping[str, object]], *, origin: bool) -> Table:
     """Keys, values and, where asked, origins."""
     table = Table(box=None, pad_edge=False)
     table.add_column("setting", no_wrap=True)
     table.add_column("value", overflow="fold")
     if origin:
         table.add_column("origin", overflow="fold")
-    for key, value in loaded.values():
-        shown = '""' if value == "" else str(value)
-        table.add_row(key, shown, *([loaded.origin(key)] if origin else []))
+    for key, one in values.items():
+        shown = '""' if one["value"] == "" else str(one["value"])
+        table.add_row(key, shown, *([str(one["origin"])] if origin else []))
     return table
 
 
@@ -87,6 +90,34 @@ def check(common: Common, as_json: bool) -> None:
     click.echo(f"{common.config_file}{there}: fine")
     for note in loaded.notes:
         click.echo(note)
+
+
+@config.command()
+@json_option
+@pass_common
+def reload(common: Common, as_json: bool) -> None:
+    """Make the running daemon read its configuration again.
+
+    It does so by itself when the file changes. Exit code 1 when something was
+    refused, 78 when the file cannot be used.
+    """
+    with common.daemon() as cache:
+        outcome = cache.call("reload")
+    if as_json:
+        show_json(outcome)
+    else:
+        for key in outcome["applied"]:
+            click.echo(f"{key}: applied")
+        for key, why in outcome["refused"].items():
+            click.echo(f"{key}: refused: {why}")
+        for key in outcome["needs_restart"]:
+            click.echo(f"{key}: needs a restart")
+        if not any((outcome["applied"], outcome["refused"], outcome["needs_restart"], outcome["problem"])):
+            click.echo("nothing has changed")
+    if outcome["problem"]:
+        fail(outcome["problem"], Exit.CONFIG)
+    if outcome["refused"]:
+        raise SystemExit(int(Exit.FAILED))
 
 
 @config.command()

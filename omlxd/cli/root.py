@@ -32,6 +32,11 @@ SECTIONS: dict[str, dict[str, str]] = {
         "clear": "changing",
         "rm": "changing",
         "flush": "changing",
+        "pin": "keeping",
+        "unpin": "keeping",
+        "prefetch": "keeping",
+        "get": "payloads",
+        "put": "payloads",
     },
     "More": {
         "completion": "completion",
