@@ -7,9 +7,11 @@ with zeros between them and nothing behind the last. bfloat16 travels as its byt
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import count, takewhile
 from typing import TYPE_CHECKING, TypeAlias
 
 import msgpack
@@ -169,10 +171,14 @@ class Layout:
         for spec, start, array in zip(self.tensors, self.offsets, arrays, strict=True):
             if array is None or spec.nbytes == 0:
                 continue
-            target[end:start] = 0
+            if start > end:
+                target[end:start] = 0
             end = start + spec.nbytes
             host = array if isinstance(array, np.ndarray) else metal.host_view(array)
-            np.copyto(target[start:end].view(_little_endian(host.dtype)).reshape(host.shape), host)
+            part = target[start:end]
+            if host.shape != part.shape or host.dtype != part.dtype:
+                part = part.view(_little_endian(host.dtype)).reshape(host.shape)
+            np.copyto(part, host)
 
     def unpack(self, payload: metal.HostBytes | mx.array) -> list[mx.array | None]:
         """Return the tensors of a payload, a view of its bytes or the flat ``uint8`` array over them.
@@ -190,9 +196,13 @@ class Layout:
                 f"a payload of {metal.dtype_name(payload.dtype)}{list(payload.shape)}, "
                 f"the layout has {self.nbytes} bytes"
             )
-        tensors: list[mx.array | None] = []
-        for run in self._runs:
-            tensors += run.take(payload)
+        tensors: list[mx.array | None] = [
+            None if spec.shape is None or spec.nbytes else mx.zeros(spec.shape, metal.dtype_of(spec.dtype))
+            for spec in self.tensors
+        ]
+        for series in self._series:
+            for index, tensor in zip(series.indices, series.take(payload), strict=True):
+                tensors[index] = tensor
         return tensors
 
     def _check(self, arrays: Sequence[Tensor]) -> None:
@@ -203,45 +213,62 @@ class Layout:
                 raise ValueError(f"tensor {spec.name!r} is {_spec(spec.name, array)}, the layout says {spec}")
 
     @cached_property
-    def _runs(self) -> list[_Run]:
-        """The tensors in runs of one shape and dtype without padding between: each run is split in one operation."""
-        runs: list[_Run] = []
-        for spec, offset in zip(self.tensors, self.offsets, strict=True):
-            last = runs[-1] if runs else None
-            if last is not None and last.continues(spec, offset):
-                last.count += 1
-            else:
-                runs.append(_Run(spec, offset))
-        return runs
+    def _series(self) -> list[_Series]:
+        """The tensors in series of one shape and dtype at equal distances: few operations for hundreds of tensors."""
+        alike: defaultdict[tuple[str, tuple[int, ...]], dict[int, int]] = defaultdict(dict)
+        for index, (spec, offset) in enumerate(zip(self.tensors, self.offsets, strict=True)):
+            if spec.shape is not None and spec.nbytes:
+                alike[spec.dtype, spec.shape][offset] = index
+        series: list[_Series] = []
+        for index_at in alike.values():
+            while index_at:
+                offsets = _longest_progression(list(index_at))
+                stride = offsets[1] - offsets[0] if len(offsets) > 1 else 0
+                indices = [index_at.pop(offset) for offset in offsets]
+                series.append(_Series(self.tensors[indices[0]], offsets[0], stride, indices))
+        return series
 
 
 @dataclass(slots=True)
-class _Run:
-    """``count`` equal tensors, one behind the other, from ``offset``."""
+class _Series:
+    """Equal tensors at ``offset``, ``offset + stride``, ...: keys and values, or weights, scales and biases by turns."""
 
     spec: TensorSpec
     offset: int
-    count: int = 1
+    stride: int
+    indices: list[int]
 
-    def continues(self, spec: TensorSpec, offset: int) -> bool:
-        alike = spec.dtype == self.spec.dtype and spec.shape == self.spec.shape
-        return alike and bool(spec.shape) and spec.nbytes > 0 and offset == self.offset + self.count * spec.nbytes
-
-    def take(self, flat: mx.array) -> list[mx.array] | list[None] | list[mx.array | None]:
+    def take(self, flat: mx.array) -> list[mx.array]:
         import mlx.core as mx
 
-        if self.spec.shape is None:
-            return [None]
         dtype = metal.dtype_of(self.spec.dtype)
-        if self.spec.nbytes == 0:
-            return [mx.zeros(self.spec.shape, dtype)]
-        nbytes = self.count * self.spec.nbytes
+        shape = self.spec.shape or ()
+        number = len(self.indices)
+        nbytes = (number - 1) * self.stride + self.spec.nbytes
         part = flat if nbytes == flat.size else flat[self.offset : self.offset + nbytes]
         typed = part.view(dtype)
-        if self.count == 1:
-            return [typed.reshape(self.spec.shape)]
-        first, *rest = self.spec.shape
-        return list(mx.split(typed.reshape(self.count * first, *rest), self.count))
+        if number == 1:
+            return [typed.reshape(shape)]
+        if self.stride == self.spec.nbytes and shape:
+            return list(mx.split(typed.reshape(number * shape[0], *shape[1:]), number))
+        rest = shape[1:] if shape[:1] == (1,) else shape  # split leaves a first axis of 1: often the wanted one
+        strides = (
+            self.stride // ITEM_BYTES[self.spec.dtype],
+            *(math.prod(rest[axis + 1 :]) for axis in range(len(rest))),
+        )
+        apart = list(mx.split(mx.as_strided(typed, (number, *rest), strides), number))
+        return apart if len(rest) < len(shape) else [one.reshape(shape) for one in apart]
+
+
+def _longest_progression(offsets: list[int]) -> list[int]:
+    """Return the longest of the progressions from the first offset on whose step leads to one of the next few."""
+    present = set(offsets)
+    best = offsets[:1]
+    for second in offsets[1:5]:
+        step = second - offsets[0]
+        found = list(takewhile(present.__contains__, count(offsets[0], step)))
+        best = max(best, found, key=len)
+    return best
 
 
 def _aligned(offset: int) -> int:

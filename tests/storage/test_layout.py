@@ -71,6 +71,33 @@ def test_any_tensors_come_back_bit_for_bit(members: list[tuple[str, tuple[int, .
             assert bits(after) == bits(before)  # type: ignore[arg-type]
 
 
+small_specs = st.tuples(
+    st.sampled_from(["uint32", "bfloat16", "int8"]), st.sampled_from([(), (1, 3), (2, 3), (1, 16, 2), (0, 2), (32,)])
+)
+
+
+@given(
+    st.lists(small_specs | st.none(), min_size=1, max_size=6),
+    st.integers(1, 12),
+    st.lists(small_specs, max_size=3),
+    st.integers(0, 1 << 32),
+)
+def test_patterns_that_repeat_layer_by_layer_come_back_in_their_order(
+    pattern: list[tuple[str, tuple[int, ...]] | None],
+    layers: int,
+    odd: list[tuple[str, tuple[int, ...]]],
+    seed: int,
+) -> None:
+    members = [*pattern * layers, *odd, *pattern * (layers // 2)]
+    arrays: list[Tensor] = [m and random_tensor(*m, seed + i) for i, m in enumerate(members)]
+    layout = Layout.of(arrays)
+    again = layout.unpack(packed(layout, arrays))
+    assert [t if t is None else (t.dtype, t.shape, bits(t)) for t in again] == [
+        a if a is None else (a.dtype, a.shape, bits(a))  # type: ignore[arg-type]
+        for a in arrays
+    ]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_dtype_keeps_its_bits_nan_payloads_too(dtype: str) -> None:
     array = random_tensor(dtype, (7, 33), seed=1) if dtype != "float64" else np.arange(231.0).reshape(7, 33)
