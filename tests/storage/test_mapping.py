@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from omlxd.storage import pages
 from omlxd.storage.arena import Arena, Extent
 from omlxd.storage.mapping import SegmentMap
 from omlxd.storage.pages import PAGE_BYTES
@@ -219,3 +221,24 @@ def test_populate_of_bytes_that_start_inside_a_page(arena: Arena, mapped: Segmen
     mapped.populate(extent.segment, extent.offset + 100, 5000)
     mapped.populate(extent.segment, extent.offset, 0)
     assert mapped.populated_bytes == (5000 if sys.platform == "linux" else 0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux gives single pages back")
+def test_memory_that_is_not_shared_cannot_be_punched_and_a_read_only_view_is_an_error(
+    arena: Arena, mapped: SegmentMap
+) -> None:
+    private = mmap.mmap(-1, PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    assert not pages.punch(memoryview(private))
+    extent = block(arena, b"kept")
+    with pytest.raises(OSError, match="madvise"):
+        pages.punch(mapped.view(extent.segment, extent.offset, PAGE_BYTES))
+    assert bytes(arena.view(extent, 4)) == b"kept"
+
+
+def test_nothing_is_populated_and_punched_at_once() -> None:
+    assert pages.populate(memoryview(b""), write=False) == pages.punch(memoryview(b"")) == (sys.platform == "linux")
+
+
+@pytest.mark.parametrize(("nbytes", "rounded"), [(0, 0), (1, PAGE_BYTES), (PAGE_BYTES, PAGE_BYTES)])
+def test_rounding_up_is_to_whole_pages(nbytes: int, rounded: int) -> None:
+    assert pages.round_up(nbytes) == rounded
