@@ -103,7 +103,11 @@ def _weights(file: Path) -> Iterator[bytes]:
     with file.open("rb") as stream:
         header = _safetensors_header(stream, size) if file.suffix == ".safetensors" else b""
         yield header
-        for at in _tensor_middles(header) if header else _even(size, MAX_SAMPLES // 16):
+        try:
+            places = _tensor_middles(header) if header else _even(size, MAX_SAMPLES // 16)
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ValueError(f"{file} has no header of the safetensors format: {error}") from error
+        for at in places:
             stream.seek(at)
             yield stream.read(SAMPLE_BYTES)
 
