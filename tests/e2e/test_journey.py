@@ -55,9 +55,15 @@ def test_another_process_finds_them_and_so_does_the_next_daemon(daemon: DaemonPr
         "    assert len(lease) == 6\n"
         "hit = space.match_keys(chain(1, 6)); print(hit.ram, hit.ssd)"
     )
+
     def other() -> str:
         done = subprocess.run(
-            [sys.executable, "-c", program], env=daemon.environment, capture_output=True, text=True, timeout=60, check=False
+            [sys.executable, "-c", program],
+            env=daemon.environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
         )
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()

@@ -83,7 +83,10 @@ def test_two_clients_push_two_gibibytes_through_small_tiers(start_daemon: StartD
     engines = [
         subprocess.Popen(
             [sys.executable, "-c", ENGINE, str(seed), str(PUSHED)],
-            env=daemon.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=daemon.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for seed in (1, 2)
     ]
