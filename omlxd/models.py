@@ -47,6 +47,10 @@ class ModelFolders:
         if path and self._watch and path not in self._watched and path not in self._tasks:
             self._start(path, self._begin(path))
 
+    def watches(self, info: NamespaceInfo) -> bool:
+        """Is the folder of its weights watched at this moment?"""
+        return info.model_path in self._watched
+
     async def close(self) -> None:
         """Stop watching."""
         for path in list(self._watched):

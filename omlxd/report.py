@@ -163,6 +163,7 @@ class Reporter:
             "fingerprint": info.namespace.fingerprint,
             "block_tokens": info.block_tokens,
             "retired": bool(info.retired),
+            "watched": self._server.models is not None and self._server.models.watches(info),
             "ram_blocks": ram_blocks,
             "ram_bytes": ram_bytes,
             "ssd_blocks": space.blocks if space is not None else 0,

@@ -102,6 +102,8 @@ class NamespaceStats(TypedDict):
     fingerprint: str
     block_tokens: int
     retired: bool
+    watched: bool
+    """Is the folder of its weights watched?"""
     ram_blocks: int
     ram_bytes: int
     ssd_blocks: int

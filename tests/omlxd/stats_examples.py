@@ -85,6 +85,7 @@ def example() -> Stats:
                 "fingerprint": "f" * 64,
                 "block_tokens": 64,
                 "retired": index == 1,
+                "watched": index == 2,
                 "ram_blocks": 1000 * index,
                 "ram_bytes": index * GIB,
                 "ssd_blocks": 20_000,
