@@ -250,9 +250,9 @@ class Arena:
     def _empty(self) -> list[Segment]:
         return [segment for segment in self.segments.values() if not segment.used]
 
-    def _room(self, empty: Iterable[Segment]) -> int:
-        """Bytes that a new segment could have if these were released first."""
-        room = self._budget - self._reserved + sum(segment.nbytes for segment in empty)
+    def _room(self, released: int = 0) -> int:
+        """Bytes that a new segment could have if segments of so many bytes were released first."""
+        room = self._budget - self._reserved + released
         return max(0, room // self.page_bytes * self.page_bytes)
 
     def _headroom(self, used: int, reserved: int) -> int:
@@ -272,13 +272,13 @@ class Arena:
 
     def _new_segment(self, size: int) -> Segment | None:
         empty = self._empty()
-        if self._room(empty) < size:
+        if self._room(sum(segment.nbytes for segment in empty)) < size:
             return None
         for segment in sorted(empty, key=lambda s: s.nbytes):
-            if self._room(()) >= size:
+            if self._room() >= size:
                 break
             self._release(segment)
-        nbytes = size if size > self.segment_bytes else min(self.segment_bytes, self._room(()))
+        nbytes = size if size > self.segment_bytes else min(self.segment_bytes, self._room())
         try:
             made = Segment(next(self._ids), nbytes)
         except OSError as error:
@@ -323,21 +323,28 @@ class Arena:
 class Trial:
     """What would fit if some extents were freed; changes nothing. Good until the arena changes.
 
-    `free` costs O(1), `fits` O(segments).
+    O(1) an extent and a question, and once O(segments); O(segments) a question while the segments
+    pass a lowered budget.
     """
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
-        self._segments: dict[int, Supposition] = {}
+        self._supposed: dict[int, Supposition] = {}
         self._used = arena.used
+        self._hole = arena._largest_hole()
+        self._emptied_bytes = sum(segment.nbytes for segment in arena._empty())
 
     def free(self, extent: Extent) -> None:
         """Suppose this extent free; ``ValueError`` when it is not handed out, or supposed free already."""
         segment = self._arena._segment_of(extent)
-        if extent.segment not in self._segments:
-            self._segments[extent.segment] = Supposition(segment.extents)
-        self._segments[extent.segment].free(extent.offset, extent.nbytes)
+        supposed = self._supposed.get(extent.segment)
+        if supposed is None:
+            supposed = self._supposed[extent.segment] = Supposition(segment.extents)
+        supposed.free(extent.offset, extent.nbytes)
         self._used -= extent.nbytes
+        self._hole = max(self._hole, supposed.largest_free)
+        if not supposed.used:
+            self._emptied_bytes += segment.nbytes
 
     def fits(self, nbytes: int) -> bool:
         """Tell whether `allocate(nbytes)` would find room; ``ValueError`` for a negative size."""
@@ -346,13 +353,9 @@ class Trial:
     def largest_free(self) -> int:
         """Return the most bytes that one `allocate` would get."""
         arena = self._arena
-        empty, reserved, hole = [], arena.reserved, 0
-        for segment in arena.segments.values():
-            state = self._segments.get(segment.id, segment.extents)
-            if not state.used:
-                empty.append(segment)
-                if arena.reserved > arena.budget:  # goes at once, with its holes
-                    reserved -= segment.nbytes
-                    continue
-            hole = max(hole, state.largest_free)
-        return max(arena._room(empty), min(hole, arena._headroom(self._used, reserved)))
+        hole, reserved = self._hole, arena.reserved
+        if reserved > arena.budget:  # emptied segments go at once, with their holes
+            reserved -= self._emptied_bytes
+            states = (self._supposed.get(segment.id, segment.extents) for segment in arena.segments.values())
+            hole = max((state.largest_free for state in states if state.used), default=0)
+        return max(arena._room(self._emptied_bytes), min(hole, arena._headroom(self._used, reserved)))
