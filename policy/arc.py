@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from math import isfinite
 
 from omlxd.policy.base import CachePolicy, ChunkStatus, RequestContext, Victims, arrange, order_request_keys, state_keys
 
@@ -185,10 +186,10 @@ class ARCCachePolicy(CachePolicy):
         order = state_keys(state, "order")
         ghosts = state_keys(state, "b1"), state_keys(state, "b2")
         split, target = state.get("t1", len(order)), state.get("target", 0.0)
-        if not isinstance(split, int) or not isinstance(target, int | float) or not 0 <= split <= len(order):
-            raise ValueError(
-                f"policy state: t1={split!r} and target={target!r} do not fit {len(order)} keys; discard the state"
-            )
+        if not isinstance(split, int) or not isinstance(target, int | float) or not isfinite(target):
+            raise ValueError(f"policy state: t1={split!r} and target={target!r} are no numbers; discard the state")
+        if not 0 <= split <= len(order):
+            raise ValueError(f"policy state: T1 cannot have {split} of {len(order)} keys; discard the state")
         self.clear()
         second = set(order[split:])
         for key in arrange(order, residents):

@@ -250,6 +250,7 @@ class ChunkManager:
             self.counters.refused_stores += 1
             return None
         evicted = self._take_out(victims)
+        self.counters.evicted += len(evicted)
         chunk_ids = self._insert(misses, req_context)
         if state is not None:
             state.inserted.update(misses)
@@ -435,7 +436,6 @@ class ChunkManager:
         keys = [key for key, _ in victims]
         self._emit(keys, removed=True)
         self._num_evictable -= len(victims)
-        self.counters.evicted += len(victims)
         for key, chunk in victims:
             self._free_slot(key, chunk)
         return keys

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
@@ -144,10 +142,9 @@ class LRUMachine(RuleBasedStateMachine):
 
 
 @pytest.fixture
-def little_slack(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def little_slack(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lru, "_SLACK", SLACK)
     LRUMachine.steps = 0
-    yield
 
 
 @pytest.mark.timeout(3600)

@@ -531,24 +531,27 @@ class TestWhole:
         assert PagedCacheStats().hit_rate == 0.0
 
 
-def test_a_claimed_block_cannot_be_evicted_between_lookup_and_reference() -> None:
-    """Two threads on a pool of one: either the claim has the block with its content, or it has none."""
-    for _ in range(200):
-        manager = manager_of(max_blocks=2)
-        block = filled(manager, TOKENS[:4])[0]
-        manager.release_for_eviction([block.block_id])
-        barrier = threading.Barrier(2)
-        taken: list[CacheBlock | None] = []
+def race_for_the_only_block() -> None:
+    manager = manager_of(max_blocks=2)
+    block = filled(manager, TOKENS[:4])[0]
+    manager.release_for_eviction([block.block_id])
+    barrier = threading.Barrier(2)
+    taken: list[CacheBlock | None] = []
 
-        def take(barrier: threading.Barrier = barrier, manager: PagedCacheManager = manager) -> None:
-            barrier.wait()
-            taken.append(manager.allocate_block())
-
-        thread = threading.Thread(target=take)
-        thread.start()
+    def take() -> None:
         barrier.wait()
-        claimed, _ = manager.claim_computed_blocks(TOKENS[:4])
-        thread.join()
-        assert (claimed == [block]) != (taken == [block])
-        assert block.ref_count == 1
-        check_invariants(manager)
+        taken.append(manager.allocate_block())
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    barrier.wait()
+    claimed, _ = manager.claim_computed_blocks(TOKENS[:4])
+    thread.join()
+    assert (claimed == [block]) != (taken == [block])
+    assert block.ref_count == 1
+    check_invariants(manager)
+
+
+def test_a_claimed_block_cannot_be_evicted_between_lookup_and_reference() -> None:
+    for _ in range(200):
+        race_for_the_only_block()

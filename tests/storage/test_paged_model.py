@@ -266,7 +266,7 @@ class PagedMachine(RuleBasedStateMachine):
             return
         source = self.model.tables[request]
         if other in self.model.tables or not all(self.model.in_use(block) for block in source):
-            with pytest.raises(ValueError, match="already|not in use"):
+            with pytest.raises(ValueError, match=r"already|not in use"):
                 self.manager.fork_block_table(table, other)
             return
         assert self.manager.fork_block_table(table, other).block_ids == source
