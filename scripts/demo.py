@@ -127,7 +127,7 @@ def main() -> int:
     if arguments.chat:
         from scripts import demo_chat
 
-        return demo_chat.main(as_json=arguments.json, plot=arguments.plot, progress=progress)
+        return demo_chat.main(as_json=arguments.json, plot_path=arguments.plot, progress=progress)
     runs = run_all(progress)
     if arguments.json:
         figures: dict[str, object] = {
