@@ -14,7 +14,7 @@ Called from several worker threads at once; a lock guards the little state there
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from omlxd.storage.codec import CODECS, PLANES_2, PLANES_4, RAW, ZSTD, Buffer, decode, encode
@@ -111,12 +111,17 @@ class CodecChoice:
 
     def _pick(self, configured: str, measured: tuple[Measured, ...]) -> str:
         if configured == PLANES:
-            return min((one for one in measured if one.codec != ZSTD), key=lambda one: one.ratio).codec
+            return _smallest(one for one in measured if one.codec != ZSTD)
         disk = self._disk_rate()
         if disk <= 0:
             return RAW
         faster = [one for one in measured if one.ratio / disk + 1 / one.decode_rate <= 1 / disk]
-        return min(faster, key=lambda one: one.ratio).codec if faster else RAW
+        return _smallest(faster) if faster else RAW
+
+
+def _smallest(measured: Iterable[Measured]) -> str:
+    """The best ratio; a difference of less than a hundredth is noise, and the simpler codec comes first."""
+    return min(measured, key=lambda one: round(one.ratio, 2)).codec
 
 
 def _checked(configured: str) -> str:

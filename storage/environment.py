@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Literal, Self, TypeAlias
 import lmdb
 import msgpack
 import numpy as np
+import numpy.typing as npt
 
 from omlxd.storage.codec import Buffer
 from omlxd.storage.ssd_errors import Damaged, DiskTrouble, StoreBroken
@@ -47,8 +48,13 @@ DATA_NAME = "data.mdb"
 FORMAT_VERSION = 1
 PIECE_PAGE_BYTES = 256 * 1024
 """File bytes that a whole piece takes (it fills its pages to the last byte)."""
-TAIL_PAGE_BYTES = 64 * 1024
-"""The same for what is left of a payload behind its whole pieces: few lengths of runs keep the free space usable."""
+MOST_FREE_TO_LOOK_AT = 1 << 16
+"""Free pages; with more of them runs are long enough anyway, and to list them would take long."""
+REMOVAL_BYTES = 2 << 20
+KEPT_FREE_BYTES = 512 << 10
+SMALL_PIECE_PAGE_BYTES = 64 * 1024
+SMALL_STORE = 64 << 20
+"""Below this map size pieces are small: their runs of free pages must be found among few pages."""
 
 if TYPE_CHECKING:
     Database: TypeAlias = lmdb._Database
@@ -66,6 +72,8 @@ class Pages:
 
     total: int
     live: int
+    in_runs: int | None = None
+    """Free pages in runs that are as long as a whole piece; None where there are too many to look."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +94,7 @@ class Environment:
         self.path = path
         self.readonly = readonly
         self.durability = durability
+        self.piece_page_bytes = PIECE_PAGE_BYTES if map_bytes >= SMALL_STORE else SMALL_PIECE_PAGE_BYTES
         self._descriptor = -1
         self._gate = Gate()  # who is alone may change the map
         self._file_gate = Gate()  # who is alone may close the file
@@ -200,20 +209,24 @@ class Environment:
     @property
     def piece_bytes(self) -> int:
         """Stored bytes of a whole piece: with LMDB's header it fills its pages exactly."""
-        return PIECE_PAGE_BYTES - self.header.header_bytes
+        return self.piece_page_bytes - self.header.header_bytes
 
     @property
-    def tail_bytes(self) -> int:
-        """Stored bytes of a piece of the rest; only the last piece does not fill its pages."""
-        return TAIL_PAGE_BYTES - self.header.header_bytes
+    def piece_sizes(self) -> tuple[int, ...]:
+        """Stored bytes of a whole piece, and of those that the rest of a payload is cut into: half as many pages each.
+
+        With runs of free pages in powers of two, what one payload left is of use for the next.
+        """
+        page_bytes, header_bytes = self.header.page_bytes, self.header.header_bytes
+        halvings = (self.piece_page_bytes // page_bytes).bit_length()
+        return tuple((self.piece_page_bytes >> halving) - header_bytes for halving in range(halvings))
 
     def pages_of(self, stored_bytes: int) -> int:
-        """Pages that the pieces of so many stored bytes take."""
-        page_bytes, header_bytes = self.header.page_bytes, self.header.header_bytes
+        """Pages that the pieces of so many stored bytes take, or one more."""
+        page_bytes = self.header.page_bytes
         whole, rest = divmod(stored_bytes, self.piece_bytes)
-        tails, rest = divmod(rest, self.tail_bytes)
-        last = -(-(rest + header_bytes) // page_bytes) if rest else 0
-        return (whole * PIECE_PAGE_BYTES + tails * TAIL_PAGE_BYTES) // page_bytes + last
+        headers = len(self.piece_sizes) * self.header.header_bytes
+        return whole * (self.piece_page_bytes // page_bytes) + (-(-(rest + headers) // page_bytes) if rest else 0)
 
     def check(self) -> None:
         """Make sure that the file can be touched. Raises ``DiskTrouble`` when it is gone or cut."""
@@ -248,12 +261,41 @@ class Environment:
         with self._gate.shared(), self._env.begin() as txn:
             for statistics in (self._env.stat(), *(txn.stat(database) for database in self._databases)):
                 live += statistics["branch_pages"] + statistics["leaf_pages"] + statistics["overflow_pages"]
-        return Pages(self.header.pages, live)
+        if self.header.pages - live > MOST_FREE_TO_LOOK_AT:
+            return Pages(self.header.pages, live)
+        return Pages(self.header.pages, live, self._usable(self._free_runs(), self.piece_page_bytes))
+
+    def longest_piece(self, need_pages: int) -> int:
+        """File bytes of the largest piece of which ``need_pages`` find room for sure, as the free pages lie now.
+
+        Writer's thread only. A page where even that is not sure.
+        """
+        runs = self._free_runs()
+        page_bytes, size = self.header.page_bytes, self.piece_page_bytes
+        growth = self.map_bytes // page_bytes - self.header.pages
+        while size > page_bytes and 4 * (self._usable(runs, size) + growth) < 5 * need_pages:
+            size //= 2
+        return size
+
+    def _free_runs(self) -> npt.NDArray[np.int64]:
+        """Lengths in pages."""
+        return np.array([count for _, count in runs_of(free_pages(self._descriptor, self.header))], np.int64)
+
+    def _usable(self, runs: npt.NDArray[np.int64], piece_page_bytes: int) -> int:
+        pages = piece_page_bytes // self.header.page_bytes
+        return int((runs // pages).sum()) * pages
 
     def resize(self, map_bytes: int) -> None:
-        """Change how far the file may grow; never below what it uses. Waits for readers."""
+        """Change how far the file may grow; waits for readers.
+
+        A file that is longer already may still grow by what it takes to remove from it (``REMOVAL_BYTES``).
+        """
+        needed = self.header.needed_bytes
+        wanted = map_bytes if map_bytes >= needed else needed + REMOVAL_BYTES
+        if wanted == self.map_bytes:
+            return
         with self._gate.exclusive():
-            self._env.set_mapsize(max(map_bytes, self.header.needed_bytes))
+            self._env.set_mapsize(wanted)
             self.map_bytes = self._env.info()["map_size"]
             self._base = self._find_base()
 
@@ -270,9 +312,9 @@ class Environment:
         self._env.sync(True)
 
     def punch_free_pages(self) -> int | None:
-        """Give all free pages back to the file system; returns the bytes by which the file shrank on the disk.
+        """Give free pages back to the file system; returns the bytes by which the file shrank on the disk.
 
-        None where the file system cannot make holes. Writer's thread only.
+        A few stay, so that records can be removed when the disk has no room at all. None where the file system cannot make holes. Writer's thread only.
         """
         self.sync()  # the free list is true of the last commit, which must not be undone by a power cut
         with self._gate.exclusive():
@@ -280,7 +322,8 @@ class Environment:
         before = self.allocated_bytes()
         self._refresh_header()
         page_bytes = self.header.page_bytes
-        for first, count in runs_of(free_pages(self._descriptor, self.header)):
+        free = free_pages(self._descriptor, self.header)
+        for first, count in runs_of(free[: max(0, free.size - KEPT_FREE_BYTES // page_bytes)]):
             if not punch(self._descriptor, first * page_bytes, count * page_bytes):
                 return None
         return before - self.allocated_bytes()
@@ -414,10 +457,16 @@ class WriteTransaction:
         else:
             self.txn.abort()
 
-    def put_block(self, record: Record, parts: Sequence[Buffer]) -> None:
-        """Add a record and its bytes; there must be none of that key."""
+    def put_block(self, record: Record, parts: Sequence[Buffer], largest: int | None = None) -> None:
+        """Add a record and its bytes; there must be none of that key.
+
+        ``largest``: file bytes of the largest piece, where free pages lie so that whole ones might find no room.
+        """
         environment = self._environment
-        for number, piece in enumerate(_cut(parts, environment.piece_bytes, environment.tail_bytes)):
+        sizes = environment.piece_sizes
+        if largest is not None:
+            sizes = tuple(size for size in sizes if size < largest)
+        for number, piece in enumerate(_cut(parts, sizes)):
             self.txn.put(record.key + _PIECE.pack(number), piece, db=environment.pieces)
         self.txn.put(record.key, record.pack(), db=environment.blocks)
 
@@ -488,13 +537,13 @@ def _pieces(txn: lmdb.Transaction[memoryview], database: Database, key: bytes) -
             found = cursor.next()
 
 
-def _cut(parts: Sequence[Buffer], size: int, tail_size: int) -> Iterator[Buffer]:
-    """Cut the parts, taken as one run of bytes, into pieces of ``size``, the rest into pieces of ``tail_size``.
+def _cut(parts: Sequence[Buffer], sizes: Sequence[int]) -> Iterator[Buffer]:
+    """Cut the parts, taken as one run of bytes, into pieces: always the largest of ``sizes`` (descending) that is left.
 
-    Copies only where parts meet within a piece.
+    Only the last piece may be smaller than all of them. Copies only where parts meet within a piece.
     """
     left = sum(memoryview(part).nbytes for part in parts)
-    wanted = size if left >= size else tail_size
+    wanted = _largest(sizes, left)
     carry: list[memoryview] = []
     carried = 0
     for part in parts:
@@ -508,9 +557,11 @@ def _cut(parts: Sequence[Buffer], size: int, tail_size: int) -> Iterator[Buffer]
                 yield carry[0] if len(carry) == 1 else b"".join(carry)
                 left -= carried
                 carry, carried = [], 0
-                wanted = size if left >= size else tail_size
-    if carry:
-        yield carry[0] if len(carry) == 1 else b"".join(carry)
+                wanted = _largest(sizes, left)
+
+
+def _largest(sizes: Sequence[int], left: int) -> int:
+    return next((size for size in sizes if size <= left), left)
 
 
 def _after(buffers: Sequence[Buffer], done: int) -> list[memoryview]:

@@ -38,7 +38,7 @@ from omlxd.storage.ssd_errors import Damaged, DiskTrouble, Missing, SsdError, Ss
 from omlxd.storage.ssd_health import look
 from omlxd.storage.ssd_index import Entry, SpaceTotals
 from omlxd.storage.ssd_ledger import Ledger
-from omlxd.storage.ssd_load import Opened, open_store, other_bytes
+from omlxd.storage.ssd_load import Opened, count_rows, open_store, other_bytes
 from omlxd.storage.ssd_plan import CommitOutcome, CommitPlan, Health, State
 from omlxd.storage.ssd_reader import Reader
 from omlxd.storage.ssd_records import EncodedBlock, checksum
@@ -406,6 +406,10 @@ class SsdTier:
         """Writer. One transaction: victims out, blocks in, accounting with them. Raises nothing for a sick disk."""
         return carry_out(self._environment, plan, self._free_space)
 
+    def recount(self) -> dict[bytes, tuple[int, int, int]]:
+        """Worker. ``(blocks, payload bytes, stored bytes)`` that the disk's own accounting has for each namespace."""
+        return count_rows(self._environment)
+
     def sync(self) -> None:
         """Writer. Make durable what was committed (durability ``interval`` calls for it). Raises ``OSError``."""
         self._environment.sync()
@@ -428,6 +432,21 @@ class SsdTier:
         then ``out`` holds anything; ``ValueError`` when ``out`` is too small.
         """
         return self._reader.read_into(self._environment, key, out)
+
+    def stored_before(self, keys: Sequence[bytes], when: float) -> Sequence[bytes]:
+        """Worker. Those of ``keys`` (given in the order of their record numbers) that were stored before ``when``.
+
+        ``when``: seconds since the epoch. Reads only as many records as a binary search needs.
+        """
+        low, high = 0, len(keys)
+        while low < high:
+            middle = (low + high) // 2
+            record = self._environment.get_record(keys[middle])
+            if record is not None and record.stored_at >= when:
+                high = middle
+            else:
+                low = middle + 1
+        return keys[:low]
 
     def read_ahead(self, keys: Sequence[bytes]) -> None:
         """Worker. Have the kernel fetch these records while others are being restored; a hint, raises nothing."""

@@ -122,17 +122,18 @@ class _Commit:
         try:
             if plan.start_over:
                 environment.start_over(plan.map_bytes)
-            elif plan.map_bytes != environment.map_bytes:
+            else:
                 environment.resize(plan.map_bytes)
             if not plan.evict_first and self._may_grow() and self._at_once():
                 return self._finish()
             self._evict()
+            largest = environment.longest_piece(plan.need_pages)
             if not self._may_grow():
                 environment.punch_free_pages()
                 if not self._may_grow():
                     return replace(self._outcome, reason="the limit leaves no room for these blocks")
             with environment.writing() as txn:
-                _store(environment, txn, plan)
+                _store(environment, txn, plan, largest)
             self._outcome = replace(self._outcome, stored=True)
             return self._finish()
         except lmdb.MapFullError:
@@ -210,12 +211,12 @@ def _quarantine(environment: Environment, txn: WriteTransaction, damage: Quarant
     txn.put(environment.quarantine, _NUMBER.pack(number), msgpack.packb(row, use_bin_type=True))
 
 
-def _store(environment: Environment, txn: WriteTransaction, plan: CommitPlan) -> None:
+def _store(environment: Environment, txn: WriteTransaction, plan: CommitPlan, largest: int | None = None) -> None:
     totals = Totals(txn, environment, plan.space_numbers)
     for id_, descriptor in plan.descriptors.items():
         totals.row(id_, plan.space_numbers[id_]).descriptor = descriptor
     for block, record in plan.blocks:
-        txn.put_block(record, block.parts)
+        txn.put_block(record, block.parts, largest)
         totals.add(record.namespace, 1, record.nbytes, record.stored_bytes)
     totals.write()
     if plan.recency:

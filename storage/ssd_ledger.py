@@ -20,7 +20,7 @@ from omlxd.storage.ssd_room import PAGES_PER_BLOCK, SLACK_PAGES, Room, VictimSea
 
 log = logging.getLogger(__name__)
 
-DOOMED_PAGES = 1 << 16
+DOOMED_PAGES = 1 << 14
 """Pages that one transaction frees of discarded records or for a lowered limit: trimming is gradual."""
 
 

@@ -200,6 +200,13 @@ def _load_spaces(txn: lmdb.Transaction[memoryview], environment: Environment, in
     return {space.number: space for space in index.spaces.values()}
 
 
+def count_rows(environment: Environment) -> dict[bytes, tuple[int, int, int]]:
+    """The namespaces' totals as they are written down: blocks, payload bytes, stored bytes."""
+    with environment.reading() as txn:
+        rows = {bytes(id_): unpack_row(bytes(packed)) for id_, packed in txn.cursor(db=environment.namespaces)}
+    return {id_: (row.blocks, row.nbytes, row.stored_bytes) for id_, row in rows.items()}
+
+
 def _load_entries(
     txn: lmdb.Transaction[memoryview],
     environment: Environment,

@@ -13,11 +13,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from omlxd.policy.base import CachePolicy, ChunkStatus
-from omlxd.storage.environment import Pages
+from omlxd.storage.environment import PIECE_PAGE_BYTES, Pages
 from omlxd.storage.ssd_index import Entry, Index, SpaceTotals, subtree
 
 MARGIN = 0.05
 MAX_MARGIN = 0.30
+LEAST_MARGIN = 4 * PIECE_PAGE_BYTES
 SLACK_PAGES = 24
 """Pages of the trees that a transaction copies besides its values."""
 PAGES_PER_BLOCK = 2
@@ -60,12 +61,16 @@ class Room:
     @property
     def target_pages(self) -> int:
         """How many pages may be live after a commit."""
-        return int(self.allowed_bytes // self.page_bytes * (1 - self.margin))
+        return max(0, self.allowed_bytes - self._margin_bytes) // self.page_bytes
+
+    @property
+    def _margin_bytes(self) -> int:
+        return max(LEAST_MARGIN, int(self.allowed_bytes * self.margin))
 
     @property
     def group_bytes(self) -> int:
-        """How much one transaction should carry so that it never has to free its room beforehand."""
-        return max(256 << 10, min(LARGEST_GROUP, int(self.allowed_bytes * self.margin / 3)))
+        """How much one transaction should carry so that it need not free its room beforehand."""
+        return min(LARGEST_GROUP, self._margin_bytes // 3)
 
     @property
     def over_pages(self) -> int:
@@ -78,8 +83,11 @@ class Room:
         return self.allocated_bytes > self.allowed_bytes
 
     def fits_at_once(self, need_pages: int) -> bool:
-        """Whether ``need_pages`` are there before anything is freed, and half as many more, since runs must be long enough."""
-        free = self.allowed_bytes // self.page_bytes - self.pages.live - self.unripe_pages
+        """Whether ``need_pages`` find room, in long enough runs, before anything is freed."""
+        growth = self.allowed_bytes // self.page_bytes - self.pages.total
+        if self.pages.in_runs is not None:
+            return need_pages * 5 <= (growth + self.pages.in_runs - self.unripe_pages) * 4
+        free = growth + self.pages.total - self.pages.live - self.unripe_pages
         return need_pages * 3 <= free * 2
 
     def hold(self, *, full: bool) -> None:
@@ -97,11 +105,10 @@ class Room:
 class _Kept(Collection[bytes]):
     """What must not be a victim: some keys, every block that something continues, other namespaces."""
 
-    def __init__(self, index: Index, keys: frozenset[bytes], only: SpaceTotals | None, heads_too: bool) -> None:
+    def __init__(self, index: Index, keys: frozenset[bytes], only: SpaceTotals | None) -> None:
         self._index = index
         self._keys = keys
         self._only = only
-        self._heads_too = heads_too
 
     def __contains__(self, key: object) -> bool:
         entry = self._index.entries.get(key)  # type: ignore[call-overload]
@@ -109,7 +116,7 @@ class _Kept(Collection[bytes]):
             return True
         if self._only is not None and entry.space is not self._only:
             return True
-        return key in self._keys or (entry.children is not None and not self._heads_too)
+        return entry.children is not None or key in self._keys
 
     def __iter__(self) -> Iterator[bytes]:
         return (key for key in self._index.entries if key in self)
@@ -150,12 +157,7 @@ class VictimSearch:
 
     def undo(self) -> None:
         """Put everything back. What the policy knew of their recency is lost."""
-        for entry in reversed(self.victims):  # heads first
-            self._index.add(entry)
-        for entry in self.victims:
-            self._policy.insert(entry.key, entry)
-        self.victims.clear()
-        self.pages = 0
+        self._put_back(0)
 
     def _take(self, entry: Entry) -> None:
         self._index.remove(entry.key)
@@ -174,25 +176,40 @@ class VictimSearch:
                     self.orphans += 1
 
     def _by_policy(self, enough: Callable[[], bool], only: SpaceTotals | None) -> bool:
-        # Tails before heads; and when that finds too few (a tail is being read), whatever the policy says.
-        return self._search(enough, _Kept(self._index, self._keep, only, heads_too=False)) or self._search(
-            enough, _Kept(self._index, self._keep, only, heads_too=True)
-        )
+        """Ask the policy, round by round: a head that it would give first is free to go once its tail was taken."""
+        kept = _Kept(self._index, self._keep, only)
+        before = len(self.victims)
+        while not enough():
+            found = self._search(enough, kept)
+            if found and not enough():
+                # All that there is in this round; none of it was taken, since it does not suffice.
+                left = iter(range(found - 1, -1, -1))
+                self._search(lambda left=left: next(left) == 0, kept)  # type: ignore[misc]
+            elif not found and not enough():
+                self._put_back(before)
+                return False
+        return True
 
-    def _search(self, enough: Callable[[], bool], kept: _Kept) -> bool:
+    def _search(self, enough: Callable[[], bool], kept: _Kept) -> int:
+        """One round; returns how many victims it found. They are taken if they are enough."""
         before = len(self.victims)
 
         def one_more(key: bytes, _: ChunkStatus) -> bool:
-            # At once, so that the search finds the block before it free to go.
+            # At once, so that this very search finds the block before it free to go.
             self._take(self._index.entries[key])
             return enough()
 
-        if self._policy.evict_until(one_more, kept) is not None:
-            return True
-        for entry in reversed(self.victims[before:]):
+        satisfied = self._policy.evict_until(one_more, kept) is not None
+        found = len(self.victims) - before
+        if not satisfied:
+            self._put_back(before)
+        return found
+
+    def _put_back(self, before: int) -> None:
+        """Undo all victims but the first ``before``."""
+        for entry in reversed(self.victims[before:]):  # heads first
             self._index.add(entry)
             self.pages -= entry.pages
-            if self._policy.get(entry.key) is None:  # a policy that is not atomic here
+            if self._policy.get(entry.key) is None:
                 self._policy.insert(entry.key, entry)
         del self.victims[before:]
-        return False
