@@ -73,10 +73,15 @@ async def remove(session: Session, fields: Fields, request_id: int) -> Message:
 
 @verb("clear")
 async def clear(session: Session, fields: Fields, request_id: int) -> Message:
-    """Remove all blocks, of one namespace or of one tier if it is named."""
-    namespace = one_namespace(session, fields, optional=True)
+    """Remove blocks: of one namespace, of retired ones, unused for ``older_than`` seconds, of one tier; else all."""
+    chosen = one_namespace(session, fields, optional=True)
     tier = fields.choice("tier", ("all", "ram", "ssd"), "all")
-    done = await upkeep.clear(session.server.store, None if namespace is None else namespace.id, tier)
+    namespaces = None if chosen is None else frozenset([chosen.id])
+    if fields.flag("retired"):
+        retired = frozenset(info.id for info in session.server.namespaces if info.retired)
+        namespaces = retired if namespaces is None else namespaces & retired
+    selection = upkeep.Selection(namespaces, fields.number("older_than") if "older_than" in fields else None)
+    done = await upkeep.clear(session.server.store, selection, tier)
     return {
         "ram_blocks": done.ram_blocks,
         "ram_bytes": done.ram_bytes,

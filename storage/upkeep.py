@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from omlxd.storage.ram import RamBlock
+    from omlxd.storage.ssd_index import Entry
     from omlxd.storage.tiers import Store
 
 
@@ -51,44 +54,94 @@ async def remove(store: Store, keys: Sequence[bytes]) -> int:
             forget_in_ram(store, block, "removed")
             found.add(key)
     if store.ssd is not None:
-        on_ssd = [key for key in keys if key in store.ssd]
-        found.update(on_ssd)
-        store.ssd.discard(on_ssd, "removed")
+        entries = [entry for key in keys if (entry := store.ssd.meta(key)) is not None]
+        for entry in entries:
+            store.journal.tell("removed", "ssd", entry, "removed")
+        found.update(entry.key for entry in entries)
+        store.ssd.discard([entry.key for entry in entries], "removed")
         await store.settle_ssd()
     store.progress()
     return len(found)
 
 
-async def clear(store: Store, namespace: bytes | None, tier: str = "all") -> Cleared:
-    """Remove all blocks, or those of one namespace; ``tier``: ``all``, ``ram`` or ``ssd``.
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which blocks; the default is all."""
+
+    namespaces: frozenset[bytes] | None = None
+    """Ids; None: of every namespace."""
+    unused_for: float | None = None
+    """Seconds since the last use: in RAM as the store has seen it, else since it was written to the SSD."""
+
+    @property
+    def is_all(self) -> bool:
+        """Does it leave nothing out?"""
+        return self.namespaces is None and self.unused_for is None
+
+    def has(self, namespace: bytes) -> bool:
+        """Is the namespace one of those?"""
+        return self.namespaces is None or namespace in self.namespaces
+
+
+async def clear(store: Store, selection: Selection, tier: str = "all") -> Cleared:
+    """Remove the selected blocks; ``tier``: ``all``, ``ram`` or ``ssd``.
 
     ``ram`` first writes what is dirty, so that nothing is lost; the memory goes back to the system.
     """
     ram_blocks = ram_bytes = ssd_blocks = ssd_bytes = 0
+    if tier == "ram" and store.spiller is not None:
+        await store.spiller.drain()
+    on_ssd = await _selected_on_ssd(store, selection) if tier != "ram" else []
     if tier in ("all", "ram"):
-        if tier == "ram" and store.spiller is not None:
-            await store.spiller.drain()
+        now = store.now()
         for block in list(store.ram.blocks.values()):
-            if namespace in (None, block.meta.namespace):
+            recent = selection.unused_for is not None and now - block.used < selection.unused_for
+            if selection.has(block.meta.namespace) and not recent:
                 ram_blocks += 1
                 ram_bytes += block.meta.nbytes
                 forget_in_ram(store, block, "cleared")
         store.ram.arena.release_empty()
         store.ram.arena.trim()
     if tier in ("all", "ssd") and store.ssd is not None:
-        for space in store.ssd.namespaces():
-            if namespace in (None, space.id):
-                ssd_blocks += space.blocks
-                ssd_bytes += space.nbytes
-        store.ssd.clear(namespace)
-        for block in store.ram.blocks.values():
-            if namespace in (None, block.meta.namespace):
-                block.clean = False
-                if store.spiller is not None and block.chunk.ref_cnt >= 0:
-                    store.spiller.add(block)
+        for entry in on_ssd:
+            ssd_blocks += 1
+            ssd_bytes += entry.nbytes
+            store.journal.tell("removed", "ssd", entry, "cleared")
+        if selection.is_all:
+            store.ssd.clear(None)
+        else:
+            store.ssd.discard([entry.key for entry in on_ssd], "cleared")
+        for entry in on_ssd:
+            _only_in_ram(store, entry.key)
         await store.settle_ssd()
     store.progress()
     return Cleared(ram_blocks, ram_bytes, ssd_blocks, ssd_bytes)
+
+
+async def _selected_on_ssd(store: Store, selection: Selection) -> list[Entry]:
+    ssd = store.ssd
+    if ssd is None:
+        return []
+    entries = [entry for entry in ssd.entries.values() if selection.has(entry.namespace)]
+    if selection.unused_for is None:
+        return entries
+    now = store.now()
+    used = {key: block.used for key, block in store.ram.blocks.items() if block.used}
+    entries.sort(key=lambda entry: entry.chunk_id)
+    keys = [entry.key for entry in entries if entry.key not in used]
+    when = time.time() - selection.unused_for
+    old = set(await asyncio.get_running_loop().run_in_executor(None, ssd.stored_before, keys, when))
+    old.update(key for key, at in used.items() if now - at >= selection.unused_for)
+    return [entry for entry in entries if entry.key in old and entry.key in ssd]
+
+
+def _only_in_ram(store: Store, key: bytes) -> None:
+    """A block has gone from the SSD: one that is still in RAM is dirty again."""
+    block = store.ram.blocks.get(key)
+    if block is not None:
+        block.clean = False
+        if store.spiller is not None and block.chunk.ref_cnt >= 0:
+            store.spiller.add(block)
 
 
 def listing(

@@ -60,6 +60,12 @@ class ConfiguredDaemon(DaemonProcess):
         self.tables[section][name] = value
         self.write()
 
+    def reap(self) -> None:
+        """It has been told to end by somebody else: wait until it has."""
+        if self._process is not None:
+            assert self._process.wait(PATIENCE_SECONDS) == 0
+            self._process = None
+
     def connect(self) -> Cache:
         """A client."""
         return omlxd.connect(self.socket, name="test")

@@ -1,0 +1,394 @@
+"""Commands against a real daemon: what they print, what they do, how they end."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from omlxd.cli.context import Exit
+from omlxd.cli.root import MODULES, main
+from scripts.daemon_process import CHECKOUT
+from tests.omlxd.configured import ConfiguredDaemon, fill, stats_of, wait_for
+
+INSPECTING = ["status", "ls", "doctor", "config show", "config check", "config show --running"]
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConfiguredDaemon]:
+    """A daemon with two models' blocks, for tests that only look."""
+    made = ConfiguredDaemon(tmp_path_factory.mktemp("shared") / "daemon")
+    made.start()
+    with made.connect() as cache:
+        fill(cache, model="org/one", blocks=6)
+        fill(cache, model="org/two", blocks=3, nbytes=4096)
+        cache.call("flush", timeout=60)
+    yield made
+    made.kill()
+    made.close()
+
+
+def run(daemon: ConfiguredDaemon, command: str, *, text: str | None = None) -> Result:
+    """Run a command in this process, as a pipe would see it."""
+    env = {name: "" for name in os.environ if name.startswith("OMLXD_")} | {
+        "OMLXD_CONFIG": str(daemon.file),
+        "OMLXD_SOCKET": str(daemon.socket),
+        "COLUMNS": "80",
+    }
+    return CliRunner().invoke(main, command.split(), env=env, input=text, prog_name="omlxd")
+
+
+def done(daemon: ConfiguredDaemon, command: str, *, text: str | None = None) -> str:
+    result = run(daemon, command, text=text)
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result.stdout
+
+
+def answer(daemon: ConfiguredDaemon, command: str) -> Any:
+    return json.loads(done(daemon, f"{command} --json"))
+
+
+def first_key(daemon: ConfiguredDaemon, model: str = "org/one", position: int = 0) -> str:
+    rows = answer(daemon, f"ls --namespace {model}")["blocks"]
+    return str(next(row["key"] for row in rows if row["position"] == position))
+
+
+@pytest.mark.parametrize("command", INSPECTING)
+def test_inspecting_command_prints_json_and_a_table_of_80_columns_without_colours(
+    shared: ConfiguredDaemon, command: str
+) -> None:
+    assert isinstance(json.loads(run(shared, f"{command} --json").stdout), dict)
+    shown = run(shared, command).stdout
+    assert shown
+    assert "\x1b" not in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("command", sorted(MODULES))
+def test_help_of_every_command_says_what_it_does(shared: ConfiguredDaemon, command: str) -> None:
+    text = done(shared, f"{command} --help")
+    assert text.startswith(f"Usage: omlxd {command}")
+    assert max(map(len, text.splitlines())) <= 80
+    summary = text.split("\n\n")[1].strip()
+    assert summary.endswith((".", ":"))
+
+
+def test_overview_lists_every_command_on_one_line(shared: ConfiguredDaemon) -> None:
+    text = done(shared, "--help")
+    for command in MODULES:
+        assert any(line.strip().startswith(f"{command} ") for line in text.splitlines()), command
+    assert "..." not in text.split("Options:")[1]
+
+
+def test_status_shows_tiers_models_and_clients(shared: ConfiguredDaemon) -> None:
+    shown = done(shared, "status")
+    assert "all is well" in shown
+    assert "org/one" in shown
+    assert "RAM " in shown
+    assert answer(shared, "status")["ssd"]["blocks"] == 9
+
+
+def test_status_with_leases_names_who_holds_them(shared: ConfiguredDaemon) -> None:
+    with shared.connect() as cache:
+        space = cache.namespace(model="org/one", fingerprint="f", block_tokens=16)
+        with space.load(list(range(96))) as lease:
+            lease.wait()
+            shown = done(shared, "status --leases")
+            assert "held for" in shown
+            assert "test" in shown
+            (row,) = answer(shared, "status --leases")["leases"]
+            assert (row["blocks"], row["client"]) == (6, "test")
+
+
+def test_ls_filters_and_sorts(shared: ConfiguredDaemon) -> None:
+    assert answer(shared, "ls")["matching"] == 9
+    two = answer(shared, "ls --namespace org/two")
+    assert [row["position"] for row in two["blocks"]] == [0, 1, 2]
+    assert {row["model"] for row in two["blocks"]} == {"org/two"}
+    sizes = [row["bytes"] for row in answer(shared, "ls --sort size")["blocks"]]
+    assert sizes == sorted(sizes, reverse=True)
+    assert answer(shared, "ls --dirty")["matching"] == 0
+    assert answer(shared, "ls --leased")["matching"] == 0
+    assert len(answer(shared, "ls --limit 2")["blocks"]) == 2
+    assert "2 are shown" in done(shared, "ls --limit 2")
+
+
+def test_show_tells_everything_of_one_block(shared: ConfiguredDaemon) -> None:
+    key = first_key(shared, position=1)
+    row = answer(shared, f"show {key[:16]}")
+    assert (row["key"], row["position"], row["model"], row["bytes"]) == (key, 1, "org/one", 1 << 20)
+    assert row["parent"] == first_key(shared)
+    assert key[:40] in done(shared, f"show {key[:16]}")
+
+
+def test_key_that_is_not_there_ends_with_4_and_an_ambiguous_one_with_1(shared: ConfiguredDaemon) -> None:
+    missing = run(shared, "show ffffffffffffffffffffffff")
+    assert missing.exit_code == Exit.NOT_FOUND
+    assert "no block's key begins with" in missing.stderr
+    keys = [row["key"] for row in answer(shared, "ls")["blocks"]]
+    common = next(d for d in "0123456789abcdef" if sum(key.startswith(d) for key in keys) != 1)
+    several = run(shared, f"show {common}") if any(key.startswith(common) for key in keys) else None
+    if several is not None:
+        assert several.exit_code == Exit.FAILED
+        assert "give more digits" in several.stderr
+
+
+def test_namespace_that_is_not_there_names_those_that_are(shared: ConfiguredDaemon) -> None:
+    result = run(shared, "ls --namespace nobody")
+    assert result.exit_code == Exit.NOT_FOUND
+    assert "org/one" in result.stderr
+
+
+def test_get_writes_the_very_bytes(shared: ConfiguredDaemon, tmp_path: Path) -> None:
+    key = first_key(shared, "org/two")
+    done(shared, f"get {key[:16]} -o {tmp_path / 'block'}")
+    with shared.connect() as cache:
+        space = cache.namespace(model="org/two", fingerprint="f", block_tokens=16)
+        assert space.get(bytes.fromhex(key)[:32]) == (tmp_path / "block").read_bytes()
+
+
+def test_prefetch_brings_a_chain_from_the_ssd(daemon: ConfiguredDaemon) -> None:
+    with daemon.connect() as cache:
+        fill(cache, model="org/one", blocks=6)
+        cache.call("clear", tier="ram", timeout=60)
+        assert stats_of(cache)["ram"]["blocks"] == 0
+        assert "6 blocks are on their way" in done(daemon, f"prefetch {first_key(daemon, position=5)[:16]}")
+        wait_for(lambda: stats_of(cache)["ram"]["blocks"] == 6)
+
+
+def test_pin_holds_a_chain_until_it_is_unpinned(daemon: ConfiguredDaemon) -> None:
+    with daemon.connect() as cache:
+        fill(cache, model="org/one", blocks=4)
+        last = first_key(daemon, position=3)[:16]
+        assert "pinned 4 blocks (4.0 MiB) for 12 h" in done(daemon, f"pin {last} --ttl 12h")
+        (pin,) = answer(daemon, "status")["pins"]
+        assert (pin["blocks"], pin["bytes"]) == (4, 4 << 20)
+        assert stats_of(cache)["ram"]["pinned_bytes"] >= 4 << 20
+        assert "ended 1 pins" in done(daemon, f"unpin {first_key(daemon)[:16]}")
+        assert run(daemon, f"unpin {last}").exit_code == Exit.NOT_FOUND
+        assert run(daemon, "unpin").exit_code == Exit.USAGE
+
+
+def test_pins_may_hold_half_of_the_ram_tier_and_end_by_themselves(daemon: ConfiguredDaemon) -> None:
+    with daemon.connect() as cache:
+        fill(cache, model="org/one", blocks=40)
+        refused = run(daemon, f"pin {first_key(daemon, position=39)[:16]}")
+        assert refused.exit_code == Exit.FAILED
+        assert "at most 32.0 MiB" in refused.stderr
+        done(daemon, f"pin {first_key(daemon, position=0)[:16]} --ttl 0.2s")
+        wait_for(lambda: not stats_of(cache)["pins"])
+        assert "no time" in run(daemon, "pin 00 --ttl soon").output
+
+
+def test_rm_asks_and_removes(daemon: ConfiguredDaemon) -> None:
+    with daemon.connect() as cache:
+        fill(cache, model="org/one", blocks=3)
+        key = first_key(daemon, position=2)[:16]
+        assert run(daemon, f"rm {key}", text="n\n").exit_code == Exit.FAILED
+        assert answer(daemon, "ls")["matching"] == 3
+        assert "removed 1 blocks" in done(daemon, f"rm {key}", text="y\n")
+        assert answer(daemon, "ls")["matching"] == 2
+
+
+def test_clear_takes_one_model_and_leaves_the_other(daemon: ConfiguredDaemon) -> None:
+    with daemon.connect() as cache:
+        fill(cache, model="org/one", blocks=3)
+        fill(cache, model="org/two", blocks=2)
+        cache.call("flush", timeout=60)
+        assert "removed 3 blocks (3.0 MiB) from RAM, 3 (3.0 MiB) from the SSD" in done(
+            daemon, "clear --namespace org/one --yes"
+        )
+        assert {row["model"] for row in answer(daemon, "ls")["blocks"]} == {"org/two"}
+
+
+def test_clear_of_ram_keeps_what_is_on_the_ssd(daemon: ConfiguredDaemon) -> None:
+    with daemon.connect() as cache:
+        fill(cache, model="org/one", blocks=3)
+        done(daemon, "clear --tier ram --yes")
+        assert (stats_of(cache)["ram"]["blocks"], answer(daemon, "ls --tier ssd")["matching"]) == (0, 3)
+
+
+def test_clear_of_retired_models_takes_only_those(daemon: ConfiguredDaemon) -> None:
+    with daemon.connect() as cache:
+        fill(cache, model="org/one", blocks=3)
+        fill(cache, model="org/two", blocks=2)
+        cache.call("retire", namespace="org/one")
+        assert next(r for r in stats_of(cache)["namespaces"] if r["model"] == "org/one")["retired"]
+        done(daemon, "clear --retired --yes")
+        assert {row["model"] for row in answer(daemon, "ls")["blocks"]} == {"org/two"}
+
+
+def test_clear_by_age_takes_only_what_is_older(daemon: ConfiguredDaemon) -> None:
+    with daemon.connect() as cache:
+        fill(cache, model="org/one", blocks=3)
+        cache.call("flush", timeout=60)
+        done(daemon, "clear --older-than 1h --yes")
+        assert answer(daemon, "ls")["matching"] == 3
+        done(daemon, "clear --older-than 0.001s --yes")
+        assert answer(daemon, "ls")["matching"] == 0
+
+
+def test_flush_writes_what_is_dirty(daemon: ConfiguredDaemon) -> None:
+    with daemon.connect() as cache:
+        fill(cache, model="org/one", blocks=3)
+        assert "wrote" in done(daemon, "flush")
+        assert answer(daemon, "ls --dirty")["matching"] == 0
+        assert answer(daemon, "ls --tier ssd")["matching"] == 3
+
+
+def test_put_stores_and_refuses_nonsense(daemon: ConfiguredDaemon, tmp_path: Path) -> None:
+    (tmp_path / "payload").write_bytes(b"x" * 5000)
+    put = f"put --model org/one --fingerprint f --hash {'ab' * 32} {tmp_path / 'payload'}"
+    assert answer(daemon, put) == {"stored": True, "bytes": 5000}
+    assert first_key(daemon).startswith("ab" * 32)
+    assert run(daemon, put.replace("ab" * 32, "abc")).exit_code == Exit.USAGE
+    assert run(daemon, f"{put} --position 3").exit_code == Exit.USAGE
+
+
+def test_events_tell_what_happens(daemon: ConfiguredDaemon) -> None:
+    command = [sys.executable, "-m", "omlxd", "events", "--json"]
+    with subprocess.Popen(command, env=daemon.environment, stdout=subprocess.PIPE, text=True) as follower:
+        with daemon.connect() as cache:
+            wait_for(lambda: any(row["name"] == "omlxd events" for row in stats_of(cache)["clients"]))
+            wait_for(lambda: cache.call("stats")["counts"].get("accepted", 0) >= 2)
+            fill(cache, model="org/one", blocks=2)
+            cache.call("flush", timeout=60)
+            cache.call("clear", timeout=60)
+            cache.call("retire", namespace="org/one")
+            assert follower.stdout is not None
+            seen: list[dict[str, Any]] = []
+            while not seen or seen[-1]["event"] != "retired":
+                seen.append(json.loads(follower.stdout.readline()))
+        follower.terminate()
+    kinds = [event["event"] for event in seen]
+    assert kinds.count("stored") >= 1
+    assert kinds.count("spilled") == 2
+    removed = [event for event in seen if event["event"] == "removed"]
+    assert {event["tier"] for event in removed} <= {"ram", "ssd"}
+    assert any(event["gone"] for event in removed)
+    assert {event["position"] for event in seen if "position" in event} == {0, 1}
+
+
+def test_stop_drains_and_everything_is_there_again(daemon: ConfiguredDaemon) -> None:
+    with daemon.connect() as cache:
+        fill(cache, model="org/one", blocks=10)
+    stopped = answer(daemon, "stop")
+    assert stopped["stopped"] is True
+    daemon.reap()
+    daemon.start()
+    assert answer(daemon, "ls --tier ssd")["matching"] == 10
+
+
+def test_without_a_daemon_the_store_is_shown_and_the_exit_code_is_3(daemon: ConfiguredDaemon) -> None:
+    with daemon.connect() as cache:
+        fill(cache, model="org/one", blocks=3)
+    done(daemon, "stop")
+    daemon.reap()
+    result = run(daemon, "status")
+    assert result.exit_code == Exit.NO_DAEMON
+    assert str(daemon.directory / "store") in result.stdout.replace("\n", "")
+    told = json.loads(run(daemon, "status --json").stdout)
+    assert told["running"] is False
+    assert told["store_bytes"] > 3 << 20
+    for command in ("clear --yes", "flush", "stop", "top", "events"):
+        refused = run(daemon, command)
+        assert refused.exit_code == Exit.NO_DAEMON
+        assert "no daemon listens" in refused.stderr
+
+
+def test_second_daemon_names_the_first_ones_pid(daemon: ConfiguredDaemon) -> None:
+    command = [sys.executable, "-m", "omlxd", "serve"]
+    second = subprocess.run(command, env=daemon.environment, capture_output=True, text=True, timeout=60, check=False)
+    assert second.returncode == Exit.FAILED
+    assert f"pid {daemon.pid}" in second.stderr
+    elsewhere = {**daemon.environment, "OMLXD_SOCKET": str(daemon.socket) + "2"}
+    same_store = subprocess.run(command, env=elsewhere, capture_output=True, text=True, timeout=60, check=False)
+    assert same_store.returncode == Exit.FAILED
+    assert str(daemon.pid) in same_store.stderr
+
+
+def test_configuration_that_cannot_be_used_ends_serve_with_78(daemon: ConfiguredDaemon, tmp_path: Path) -> None:
+    (tmp_path / "bad.toml").write_text('[ram]\nsize = "-1"\n[ssd]\nmode = "never"\n')
+    environment = {**daemon.environment, "OMLXD_CONFIG": str(tmp_path / "bad.toml")}
+    command = [sys.executable, "-m", "omlxd", "serve"]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == Exit.CONFIG
+    lines = ended.stderr.strip().splitlines()
+    assert [line.split(" = ")[0] for line in lines] == ["ram.size", "ssd.mode"]
+
+
+def test_reader_that_stops_reading_is_no_error(shared: ConfiguredDaemon) -> None:
+    shell = f"{sys.executable} -m omlxd ls --json | head -c 10; exit ${{PIPESTATUS[0]}}"
+    ended = subprocess.run(["bash", "-c", shell], env=shared.environment, capture_output=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (0, b"")
+
+
+def test_config_init_writes_a_private_file_once(shared: ConfiguredDaemon, tmp_path: Path) -> None:
+    file = tmp_path / "new" / "omlxd.toml"
+    done(shared, f"--config {file} config init")
+    assert file.stat().st_mode & 0o077 == 0
+    assert "fine" in done(shared, f"--config {file} config check")
+    assert run(shared, f"--config {file} config init").exit_code == Exit.FAILED
+    done(shared, f"--config {file} config init --force")
+
+
+def test_config_check_tells_problems_as_json_too(shared: ConfiguredDaemon, tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text("[ram]\nsise = 3\n")
+    result = run(shared, f"--config {file} config check --json")
+    assert result.exit_code == Exit.CONFIG
+    (problem,) = json.loads(result.stdout)["problems"]
+    assert problem["key"] == "ram.sise"
+    assert "ram.size" in problem["allowed"]
+
+
+def test_config_show_names_origins(shared: ConfiguredDaemon) -> None:
+    values = answer(shared, "config show --origin")["values"]
+    assert values["ram.size"] == {"value": "64MiB", "origin": str(shared.file)}
+    assert values["daemon.socket"]["origin"] == "environment OMLXD_SOCKET"
+    assert values["ssd.codec"]["origin"] == "default"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_script_is_for_the_shell(shared: ConfiguredDaemon, shell: str) -> None:
+    assert "_OMLXD_COMPLETE" in done(shared, f"completion {shell}")
+
+
+def test_install_writes_units_that_start_this_installation(tmp_path: Path) -> None:
+    """With a `systemctl` that says yes to everything: what is asked of it is tested in test_service.py."""
+    fake = tmp_path / "bin" / "systemctl"
+    fake.parent.mkdir()
+    fake.write_text("#!/bin/sh\nexit 0\n")
+    fake.chmod(0o755)
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("OMLXD_")},
+        "PATH": f"{fake.parent}:{os.environ['PATH']}",
+        "HOME": str(tmp_path),
+        "XDG_CONFIG_HOME": str(tmp_path / "config"),
+        "XDG_RUNTIME_DIR": str(tmp_path / "run"),
+        "PYTHONPATH": str(CHECKOUT),
+        "OMLXD_RAM_SIZE": "2GiB",
+    }
+
+    def omlxd(*arguments: str) -> Any:
+        command = [sys.executable, "-m", "omlxd", *arguments, "--json"]
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+        assert ended.returncode == 0, ended.stderr
+        return json.loads(ended.stdout)
+
+    if sys.platform != "linux":
+        pytest.skip("systemd's units are Linux's; the LaunchAgent is tested in test_service.py")
+    made = omlxd("install")
+    unit, sock = (Path(file) for file in made["files"])
+    assert f"ExecStart={sys.executable} -m omlxd serve" in unit.read_text()
+    assert f"MemoryHigh={3 << 30}" in unit.read_text()
+    assert f"ListenStream={made['socket']}" in sock.read_text()
+    assert sorted(omlxd("uninstall")["removed"]) == sorted(made["files"])
+    assert not unit.exists()
