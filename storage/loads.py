@@ -16,6 +16,9 @@ from omlxd.policy.base import RequestContext
 if TYPE_CHECKING:
     from omlxd.storage.ram import RamBlock
 
+WAIT = "wait"
+"""What ``Source.ask_for`` answers when the block may be had later."""
+
 
 @dataclass(slots=True)
 class Part:
@@ -29,11 +32,14 @@ class Part:
 class Source(Protocol):
     """What a load needs of the store."""
 
-    def take_ready(self, load: Load, index: int) -> RamBlock | None:
-        """Pin and return the block when it is readable in RAM."""
+    def take_ready(self, load: Load, keys: Sequence[bytes], *, past_holes: bool = False) -> list[RamBlock | None]:
+        """Pin and return the blocks of ``keys`` that are readable in RAM, up to the first that is not.
+
+        ``past_holes``: up to the first that can't be had at all; None stands for one that has to be brought.
+        """
 
     def ask_for(self, load: Load, index: int) -> str | None:
-        """Have the block brought; ``load.arrived`` or ``load.failed`` follows. Or why it can't be; ``"wait"``: try later."""
+        """Have the block brought; ``load.arrived`` or ``load.failed`` follows. Or why it can't be; ``WAIT``: try later."""
 
     def give_back(self, load: Load, blocks: Sequence[RamBlock]) -> None:
         """Unpin."""
@@ -71,6 +77,10 @@ class Load:
         self.stopped: str | None = None
         self.finished = False
         self.released = False
+        self.revoked = False
+        """Did an operator end it? Its blocks then stay until the client gives them back, or its time for that is over."""
+        self.starved = False
+        """Does it wait for room?"""
         self.compute_blocks_per_s = compute_blocks_per_s
         """How many blocks a second the engine computes by itself; 0: it did not say."""
         self.counted = counted
@@ -80,6 +90,7 @@ class Load:
         self._source = source
         self._window = window
         self._early: dict[int, RamBlock] = {}
+        self._under_way: set[int] = set()
         self._asked = 0
         self._limit = len(keys)
         self._told = 0
@@ -94,13 +105,8 @@ class Load:
     def begin(self, deadline: float | None, emit: Callable[[Part], None]) -> None:
         """Take what is there; ask for the rest when there is time (seconds from now; None: don't wait)."""
         self._emit = emit
-        for index in range(self._limit):
-            block = self._source.take_ready(self, index)
-            if block is None:
-                break
-            self.blocks.append(block)
-        self._asked = len(self.blocks)
-        if self._asked == self._limit:
+        self._take_what_is_there(past_holes=deadline is not None)
+        if len(self.blocks) == self._limit:
             self._finish(None)
         elif deadline is None:
             self._finish("not_in_ram")
@@ -112,15 +118,21 @@ class Load:
 
     def advance(self) -> None:
         """Ask for what fits the window; called again when there is room."""
-        while not self.finished and self._asked < self._limit and self._asked < len(self.blocks) + self._window:
+        self.starved = False
+        while not self.finished and self._asked < self._limit and len(self._under_way) < self._window:
             index = self._asked
-            block = self._source.take_ready(self, index)
-            if block is not None:
+            if index < len(self.blocks) or index in self._early:
                 self._asked += 1
-                self._place(index, block)
                 continue
+            ready = self._source.take_ready(self, self.keys[index : index + 1])
+            if ready and ready[0] is not None:
+                self._asked += 1
+                self._place(index, ready[0])
+                continue
+            self._under_way.add(index)
             refusal = self._source.ask_for(self, index)
-            if refusal == "wait":
+            if refusal == WAIT:
+                self._under_way.discard(index)
                 return
             self._asked += 1
             if refusal is not None:
@@ -128,6 +140,7 @@ class Load:
 
     def arrived(self, index: int, block: RamBlock) -> None:
         """Block ``index`` is readable and pinned for this load."""
+        self._under_way.discard(index)
         if self.finished or index >= self._limit:
             self._source.give_back(self, [block])
             return
@@ -137,44 +150,67 @@ class Load:
 
     def failed(self, index: int, reason: str) -> None:
         """Block ``index`` can't be had: the load ends before it."""
+        self._under_way.discard(index)
         if self.finished or index >= self._limit:
             return
         self._limit = index
         self.stopped = reason
-        beyond = [block for at, block in self._early.items() if at >= index]
-        self._early = {at: block for at, block in self._early.items() if at < index}
-        self._source.give_back(self, beyond)
+        self._drop_early(index)
         if len(self.blocks) >= self._limit:
+            self._finish(reason)
+
+    def give_up_tail(self, index: int) -> bool:
+        """Let go of blocks behind ``index`` that were taken early, so that what comes before them gets room. Were there any?"""
+        return self._drop_early(index + 1)
+
+    def end(self, reason: str) -> None:
+        """Nothing more comes; what has come stays leased."""
+        if not self.finished:
             self._finish(reason)
 
     def release(self) -> None:
         """Give all back."""
         if self.released:
             return
-        if not self.finished:
-            self._finish("released")
+        self.end("released")
         self.released = True
         self._source.give_back(self, self.blocks)
 
+    def _take_what_is_there(self, *, past_holes: bool) -> None:
+        """Pin what is in RAM; also what lies behind a hole, or the restore of the hole might evict it."""
+        for index, block in enumerate(self._source.take_ready(self, self.keys, past_holes=past_holes)):
+            if block is not None:
+                self._early[index] = block
+        self._move_up()
+
+    def _drop_early(self, index: int) -> bool:
+        beyond = [block for at, block in self._early.items() if at >= index]
+        if beyond:
+            self._early = {at: block for at, block in self._early.items() if at < index}
+            self._source.give_back(self, beyond)
+        return bool(beyond)
+
     def _place(self, index: int, block: RamBlock) -> None:
         self._early[index] = block
-        while (head := self._early.pop(len(self.blocks), None)) is not None:
-            self.blocks.append(head)
+        self._move_up()
         if len(self.blocks) >= self._limit:
             self._finish(self.stopped)
+
+    def _move_up(self) -> None:
+        while (head := self._early.pop(len(self.blocks), None)) is not None:
+            self.blocks.append(head)
 
     def _finish(self, reason: str | None) -> None:
         if self.finished:
             return
         self.finished = True
+        self.starved = False
         self.stopped = reason
         if self._timer is not None:
             self._timer.cancel()
-        early = list(self._early.values())
-        self._early.clear()
-        self._source.give_back(self, early)
-        self._source.load_finished(self)
+        self._drop_early(0)
         self._tell(last=True)
+        self._source.load_finished(self)
 
     def _tell(self, *, last: bool) -> None:
         new = self.blocks[self._told :]

@@ -81,6 +81,11 @@ class RamTier(ChunkManager):
         page = self.arena.page_bytes
         return -(-nbytes // page) * page <= self.arena.budget
 
+    def is_ready(self, key: bytes) -> bool:
+        """Is the block here and readable?"""
+        block = self.blocks.get(key)
+        return block is not None and block.chunk.ref_cnt >= 0
+
     # -- writing
 
     def reserve(
@@ -136,6 +141,16 @@ class RamTier(ChunkManager):
             self._free_if_unused(block)
         else:
             self.complete_load([block.meta.key])
+
+    def complete_reads(self, blocks: Sequence[RamBlock]) -> None:
+        """As ``complete_read`` for each of ``blocks``, in one step."""
+        attached = [block.meta.key for block in blocks if not block.detached]
+        if attached:
+            self.complete_load(attached)
+        if len(attached) < len(blocks):
+            for block in blocks:
+                if block.detached:
+                    self.complete_read(block)
 
     def pin_block(self, block: RamBlock) -> None:
         """Read a readable block without it counting as an access."""

@@ -7,38 +7,31 @@ loop's thread; nothing here waits for the disk.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from enum import IntEnum
 
 from omlxd.policy.base import RequestContext
 from omlxd.storage.blocks import BlockMeta
 from omlxd.storage.figures import FAST_SECONDS, LONG_SECONDS, Histogram
 from omlxd.storage.journal import Journal, Tier
+from omlxd.storage.leasing import Leasing
 from omlxd.storage.loads import Load, Part
+from omlxd.storage.owners import Owners, Seizure, UnknownId
 from omlxd.storage.ram import RamBlock, RamTier
+from omlxd.storage.reservations import Offer, Reservations, Reserved
 from omlxd.storage.restore import Restorer
 from omlxd.storage.spill import Spiller, SpillSettings
 from omlxd.storage.ssd import SsdTier
 from omlxd.storage.ssd_plan import CommitOutcome, CommitPlan
+from omlxd.storage.where import Where
+
+__all__ = ["Load", "Offer", "Part", "Reserved", "Store", "StoreSettings", "UnknownId", "Where"]
 
 log = logging.getLogger(__name__)
-
-
-class Where(IntEnum):
-    """Where a block is. The numbers are the protocol's."""
-
-    MISS = 0
-    PENDING = 1
-    """Being stored by an engine at this moment."""
-    RAM = 2
-    SSD = 3
-    """On the SSD, or on its way from it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,36 +46,9 @@ class StoreSettings:
     max_reserved_bytes: int = 1 << 30
     """Payload bytes that one owner may have reserved at once."""
     seize_seconds: float = 30.0
-    """How long memory that a vanished owner could still be writing to is kept from others."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reserved:
-    """A slot to be written: index in the offer, reservation id, the block."""
-
-    index: int
-    reservation: int
-    block: RamBlock
-
-
-@dataclass(slots=True)
-class Offer:
-    """What became of a store's offer, before its bytes are written."""
-
-    reserved: list[Reserved] = field(default_factory=list)
-    present: int = 0
-    declined: Counter[str] = field(default_factory=Counter)
-
-
-@dataclass(slots=True)
-class _Owner:
-    leases: dict[int, Load] = field(default_factory=dict)
-    reservations: dict[int, RamBlock] = field(default_factory=dict)
-    reserved_bytes: int = 0
-
-
-class UnknownId(LookupError):
-    """A lease or reservation that this owner does not have."""
+    """How long memory that a vanished owner could still be using is kept from others, while its process lives."""
+    reserve_seconds: float = 60.0
+    """How long a reserved slot may stay unwritten before others may store the block."""
 
 
 class Store:
@@ -114,21 +80,35 @@ class Store:
         self.journal = Journal(self._is_in_other_tier)
         self.closing = False
         self._clock = clock
-        self._owners: dict[Hashable, _Owner] = {}
         self._ids = itertools.count(1)
-        self._filling: set[Load] = set()
-        self._awaited: dict[bytes, list[Callable[[RamBlock | None], None]]] = {}
-        self._room = asyncio.Event()
-        self._seized: set[RamBlock] = set()
+        self._owners = Owners()
+        self._seizures: set[Seizure] = set()
+        self._reservations = Reservations(
+            ram,
+            self._owners,
+            self._ids,
+            where=self.where,
+            clock=clock,
+            max_owner_bytes=settings.max_reserved_bytes,
+        )
+        self._leasing = Leasing(
+            ram,
+            self._owners,
+            self._ids,
+            clock=clock,
+            counts=self.counts,
+            load_seconds=self.histograms["load_seconds"],
+            reuse_gap_seconds=self.histograms["ram_reuse_gap_seconds"],
+            window=settings.restore_ahead,
+        )
         self._writer = ThreadPoolExecutor(1, "omlxd-writer")
         self._coders = ThreadPoolExecutor(2, "omlxd-coder")
-        self._readers = ThreadPoolExecutor(settings.restore_parallel, "omlxd-restore")
         ram.on_removed = self._removed
         self.spiller: Spiller | None = None
         self.restorer: Restorer | None = None
         if ssd is not None:
             ssd.elsewhere = self.ram.blocks.__contains__
-            self.spiller = Spiller(
+            self.spiller = self._reservations.spiller = self._leasing.spiller = Spiller(
                 ram,
                 ssd,
                 settings.spill,
@@ -138,14 +118,15 @@ class Store:
                 on_progress=self.progress,
                 on_commit=self._committed,
             )
-            self.restorer = Restorer(
+            self._leasing.ssd = ssd
+            self.restorer = self._leasing.restorer = Restorer(
                 ram,
                 ssd,
-                self._readers,
                 parallel=settings.restore_parallel,
                 on_damage=self._damaged,
                 on_progress=self.progress,
                 on_restored=self.histograms["restore_seconds"].observe,
+                clock=clock,
             )
 
     # -- life
@@ -157,11 +138,14 @@ class Store:
 
     async def stop(self, progress: Callable[[int], None] | None = None) -> None:
         """Write what is dirty (``progress`` is told the bytes to go), then close both tiers."""
-        self.closing = True
+        self.closing = self._reservations.closing = True
+        self._leasing.stop()
+        self.progress()
+        if self.restorer is not None:
+            await self.restorer.stop()
         if self.spiller is not None:
             await self.spiller.drain(progress)
             await self.spiller.stop()
-        self._readers.shutdown(wait=True, cancel_futures=True)
         self._coders.shutdown(wait=True)
         if self.ssd is not None:
             await asyncio.get_running_loop().run_in_executor(self._writer, self.ssd.close)
@@ -217,166 +201,54 @@ class Store:
         restore is measurably slower than computing them at this rate are left. ``counted``: it is an engine's, so what
         it gets are hits; ``misses_of``: what it does not get are misses of this namespace.
         """
-        ctx = RequestContext(f"load-{next(self._ids)}")
-        for index, key in enumerate(keys):
-            ctx.set_offload_key_position(key, (index + 1) * block_tokens)
-        load = Load(
-            next(self._ids),
+        return self._leasing.load(
             owner,
             keys,
-            ctx,
-            self,
-            window=self.settings.restore_ahead,
-            since=self._clock(),
-            compute_blocks_per_s=(prefill_tokens_per_s or 0.0) / block_tokens,
+            block_tokens=block_tokens,
+            timeout=timeout,
+            emit=emit,
+            prefill_tokens_per_s=prefill_tokens_per_s,
             counted=counted,
             misses_of=misses_of,
         )
-        self._filling.add(load)
-        self._owners.setdefault(owner, _Owner()).leases[load.id] = load
-        load.begin(timeout, emit)
-        return load
 
     def release(self, owner: Hashable, lease_id: int) -> None:
         """End a lease. Raises UnknownId when the owner has no such lease (a second release, too)."""
-        state = self._owners.get(owner)
-        load = state.leases.pop(lease_id, None) if state is not None else None
-        if load is None:
-            raise UnknownId(f"lease {lease_id} is not held by this connection: it was released before, or never given")
-        load.release()
+        self._owners.known(owner).lease(lease_id).release()
         self.progress()
 
-    # Source, for Load
+    def revoke(self, lease_id: int) -> Hashable:
+        """An operator ends a lease; returns its owner, who is to be told.
 
-    def take_ready(self, load: Load, index: int) -> RamBlock | None:
-        """Pin and return the block when it is readable in RAM."""
-        key = load.keys[index]
-        block = self.ram.blocks.get(key)
-        if block is None or block.chunk.ref_cnt < 0:
-            return None
-        self.ram.prepare_load([key], load.ctx)
-        return block
+        The blocks stay as they are until the owner gives them back, at most ``seize_seconds`` longer. Raises UnknownId.
+        """
+        found = self._owners.find_lease(lease_id)
+        if found is None:
+            raise UnknownId(f"there is no lease {lease_id}: it has ended, or never was")
+        owner, load = found
+        if not load.revoked:
+            load.revoked = True
+            load.end("revoked")
+            asyncio.get_running_loop().call_later(self.settings.seize_seconds, self._take_back, owner, load)
+        return owner
 
-    def ask_for(self, load: Load, index: int) -> str | None:
-        """Restore the block, or wait for whoever is storing it."""
-        key = load.keys[index]
-        block = self.ram.blocks.get(key)
-        if block is not None and not block.restoring:
-            self._awaited.setdefault(key, []).append(
-                lambda ready: self._arrived(load, index, ready, "store_failed", restored=False)
-            )
-            return None
-        if self.restorer is None or self.ssd is None:
-            return "miss"
-        if key not in self.restorer:
-            record = self.ssd.meta(key)
-            if record is None:
-                return "miss"
-            if self._slower_than_computing(load, record.nbytes):
-                self.counts[record.namespace, "restores_skipped"] += 1
-                return "restore_slower_than_prefill"
-            if len(self.restorer) >= 4 * self.restorer.parallel:
-                return "wait"
-
-        def arrived(ready: RamBlock | None, reason: str) -> None:
-            self._arrived(load, index, ready, reason, restored=True)
-
-        if self.restorer.start(key, arrived, load.ctx):
-            return None
-        if self._can_get_room(load):
-            if self.spiller is not None:
-                self.spiller.press()
-            return "wait"
-        return "no_room"
-
-    def _slower_than_computing(self, load: Load, nbytes: int) -> bool:
-        if not load.compute_blocks_per_s or self.restorer is None or not self.restorer.bytes_per_second:
-            return False
-        seconds = nbytes / (self.restorer.bytes_per_second * self.restorer.parallel)
-        return seconds > 1 / load.compute_blocks_per_s
-
-    def _can_get_room(self, load: Load) -> bool:
-        """Is anything going to give its slot back, other than this load itself?"""
-        if self.spiller is not None and self.spiller.dirty_blocks:
-            return True
-        if self.restorer is not None and len(self.restorer):
-            return True
-        return any(
-            state.reservations or any(other is not load and other.blocks for other in state.leases.values())
-            for state in self._owners.values()
-        )
-
-    def _arrived(self, load: Load, index: int, block: RamBlock | None, reason: str, *, restored: bool) -> None:
-        if block is None:
-            load.failed(index, reason)
-            return
-        if load.finished:
-            return
-        self.ram.prepare_load([block.meta.key], load.ctx)
-        if restored:
-            load.restored.add(block.meta.key)
-        load.arrived(index, block)
-
-    def give_back(self, load: Load, blocks: Sequence[RamBlock]) -> None:
-        """Unpin."""
-        for block in blocks:
-            self.ram.complete_read(block)
-
-    def load_finished(self, load: Load) -> None:
-        """Count what the engine got, and note the request's accesses in both tiers."""
-        self._filling.discard(load)
-        if not load.counted:
-            self.ram.on_request_finished(load.ctx)
-            return
-        keys = [block.meta.key for block in load.blocks]
-        now = self._clock()
-        self.histograms["load_seconds"].observe(now - load.since)
-        for block in load.blocks:
-            if block.used:
-                self.histograms["ram_reuse_gap_seconds"].observe(now - block.used)
-            block.used = now
-            namespace = block.meta.namespace
-            tier = "ssd" if block.meta.key in load.restored else "ram"
-            self.counts[namespace, f"hits_{tier}"] += 1
-            self.counts[namespace, f"hit_bytes_{tier}"] += block.meta.nbytes
-            if self.spiller is not None and not block.clean:
-                self.spiller.add(block, asked_again=True)
-        if load.misses_of is not None:
-            self.counts[load.misses_of, "misses"] += len(load.keys) - len(keys)
-        self._accessed(keys, load.ctx)
-
-    def _accessed(self, keys: Sequence[bytes], ctx: RequestContext) -> None:
-        self.ram.on_request_finished(ctx)
-        if self.spiller is not None:
-            self.spiller.touch(keys)
-        if self.ssd is not None and keys:
-            self.ssd.touch(keys, ctx)
+    def _take_back(self, owner: Hashable, load: Load) -> None:
+        if not load.released:
+            self._owners.known(owner).leases.pop(load.id, None)
+            load.release()
+            self.progress()
 
     def touch(self, keys: Sequence[bytes], *, block_tokens: int) -> None:
         """An engine used its own copy of these blocks (head to tail)."""
-        ctx = RequestContext(f"touch-{next(self._ids)}")
+        ctx = RequestContext("touch")
         for index, key in enumerate(keys):
             ctx.set_offload_key_position(key, (index + 1) * block_tokens)
         self.ram.note_access(keys, ctx)
-        self._accessed(keys, ctx)
+        self._leasing.note_use(keys, ctx)
 
     def prefetch(self, keys: Sequence[bytes], *, block_tokens: int) -> int:
-        """Start restoring the prefix; how many blocks are on their way. Bounded: what finds no slot is left."""
-        if self.restorer is None:
-            return 0
-        ctx = RequestContext(f"prefetch-{next(self._ids)}")
-        started = 0
-        for index, key in enumerate(keys):
-            where = self.where(key)
-            if where is Where.MISS or len(self.restorer) >= 4 * self.restorer.parallel:
-                break
-            ctx.set_offload_key_position(key, (index + 1) * block_tokens)
-            if where is Where.SSD and key not in self.restorer:
-                if not self.restorer.start(key, None, ctx):
-                    break
-                started += 1
-        self.ram.on_request_finished(ctx)
-        return started
+        """Start restoring the prefix, as far as half of the RAM tier; how many blocks are to come from the SSD."""
+        return 0 if self.closing else self._leasing.prefetch(keys, block_tokens=block_tokens)
 
     # -- storing
 
@@ -393,40 +265,10 @@ class Store:
 
         Waits at most ``timeout`` seconds for room. Heads get their slots first; what finds none is declined with the reason.
         """
-        ctx = RequestContext(f"store-{next(self._ids)}")
-        for index, key in enumerate(itertools.chain(ancestors, (meta.key for meta in metas))):
-            ctx.set_offload_key_position(key, (index + 1) * block_tokens)
-        deadline = self._clock() + timeout
-        offer = Offer()
-        wanted = self._sort_offer(metas, offer)
-        held = [key for key in (*ancestors, *(meta.key for meta in metas)) if self._is_ready(key)]
-        while True:
-            blocks = self._reserve(owner, [meta for _, meta in wanted], held, ctx)
-            if blocks is not None:
-                break
-            if self.closing:
-                offer.declined["shutting_down"] += len(wanted)
-                wanted, blocks = [], []
-                break
-            left = deadline - self._clock()
-            if left <= 0 or not self._can_wait_for_room():
-                wanted, blocks = self._reserve_some(owner, wanted, held, ctx, offer)
-                break
-            if self.spiller is not None:
-                self.spiller.press()
-            self._room.clear()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._room.wait(), left)
-            offer = Offer()
-            wanted = self._sort_offer(metas, offer)
-            held = [key for key in held if self._is_ready(key)]
-        state = self._owners.setdefault(owner, _Owner())
-        for (index, _), block in zip(wanted, blocks, strict=True):
-            reservation = next(self._ids)
-            state.reservations[reservation] = block
-            state.reserved_bytes += block.meta.nbytes
-            offer.reserved.append(Reserved(index, reservation, block))
-        self._accessed(held, ctx)
+        offer, held, ctx = await self._reservations.reserve(
+            owner, ancestors, metas, block_tokens=block_tokens, timeout=timeout
+        )
+        self._leasing.note_use(held, ctx)
         if metas:
             namespace = metas[0].namespace
             self.counts[namespace, "store_present"] += offer.present
@@ -434,88 +276,14 @@ class Store:
                 self.counts[namespace, f"declined_{reason}"] += count
         return offer
 
-    def _is_ready(self, key: bytes) -> bool:
-        block = self.ram.blocks.get(key)
-        return block is not None and block.chunk.ref_cnt >= 0
-
-    def _sort_offer(self, metas: Sequence[BlockMeta], offer: Offer) -> list[tuple[int, BlockMeta]]:
-        wanted: list[tuple[int, BlockMeta]] = []
-        for index, meta in enumerate(metas):
-            where = self.where(meta.key)
-            if where is Where.RAM or where is Where.SSD:
-                offer.present += 1
-            elif where is Where.PENDING:
-                offer.declined["pending"] += 1
-            elif not self.ram.could_ever_fit(meta.nbytes):
-                offer.declined["too_large"] += 1
-            else:
-                wanted.append((index, meta))
-        return wanted
-
-    def _reserve(
-        self, owner: Hashable, metas: Sequence[BlockMeta], held: Sequence[bytes], ctx: RequestContext
-    ) -> list[RamBlock] | None:
-        if not metas:
-            self.ram.note_access(held, ctx)
-            return []
-        nbytes = sum(meta.nbytes for meta in metas)
-        state = self._owners.get(owner)
-        if (
-            state is not None
-            and state.reserved_bytes
-            and state.reserved_bytes + nbytes > self.settings.max_reserved_bytes
-        ):
-            return None
-        if self.spiller is not None and not self.spiller.takes(nbytes + self._reserved_bytes()):
-            return None
-        return self.ram.reserve(metas, held, ctx)
-
-    def _reserved_bytes(self) -> int:
-        return sum(state.reserved_bytes for state in self._owners.values())
-
-    def _can_wait_for_room(self) -> bool:
-        if self.spiller is not None and (self.spiller.dirty_blocks or self.spiller.busy):
-            return True
-        return any(state.reservations or state.leases for state in self._owners.values())
-
-    def _reserve_some(
-        self,
-        owner: Hashable,
-        wanted: list[tuple[int, BlockMeta]],
-        held: Sequence[bytes],
-        ctx: RequestContext,
-        offer: Offer,
-    ) -> tuple[list[tuple[int, BlockMeta]], list[RamBlock]]:
-        """As many as there is room for, heads first; the rest is declined."""
-        got: list[tuple[int, BlockMeta]] = []
-        blocks: list[RamBlock] = []
-        for index, meta in wanted:
-            one = self._reserve(owner, [meta], [*held, *(block.meta.key for block in blocks)], ctx)
-            if not one:
-                offer.declined["no_room"] += len(wanted) - len(got)
-                break
-            got.append((index, meta))
-            blocks += one
-        return got, blocks
-
     def complete_store(self, owner: Hashable, reservations: Sequence[int], *, success: bool) -> int:
         """The bytes of these reservations are written, or are not coming; how many blocks became readable.
 
         Raises:
             UnknownId: one of them is not this owner's (a second completion, too); then none is changed.
         """
-        state = self._owners.get(owner, _Owner())
-        unknown = [one for one in reservations if one not in state.reservations]
-        if unknown or len(set(reservations)) != len(reservations):
-            raise UnknownId(
-                f"reservation {unknown[0] if unknown else reservations[0]} is not open on this connection: "
-                "it was completed before, or never given; nothing was changed"
-            )
-        stored = 0
-        for reservation in reservations:
-            block = state.reservations.pop(reservation)
-            state.reserved_bytes -= block.meta.nbytes
-            stored += self._complete(block, success)
+        blocks = self._owners.known(owner).take_reservations(reservations)
+        stored = sum(self._complete(block, success) for block in blocks)
         self.progress()
         return stored
 
@@ -529,8 +297,7 @@ class Store:
             self.counts[block.meta.namespace, "stored_bytes"] += block.meta.nbytes
             if self.spiller is not None:
                 self.spiller.add(block)
-        for waiting in self._awaited.pop(key, ()):
-            waiting(block if readable else None)
+        self._leasing.written(key, block if readable else None)
         return readable
 
     async def get(self, key: bytes, *, timeout: float, counted: bool = True) -> bytes | None:
@@ -551,42 +318,68 @@ class Store:
 
     # -- what ends
 
-    def owner_gone(self, owner: Hashable, *, may_still_write: bool) -> None:
+    def owner_gone(
+        self, owner: Hashable, *, may_still_write: bool, may_still_read: bool = False
+    ) -> Callable[[], None] | None:
         """Release all that ``owner`` held.
 
-        ``may_still_write``: its process may live on and have the memory mapped; slots that it was writing, and blocks
-        that it was reading, then are kept from others for a while.
+        ``may_still_write``, ``may_still_read``: its process may live on and have the memory mapped. Slots that it was
+        writing, and blocks that it was reading, are then kept from others for ``seize_seconds``, or until what is returned
+        is called; None when nothing is kept.
         """
-        state = self._owners.pop(owner, None)
+        state = self._owners.pop(owner)
         if state is None:
-            return
-        for load in list(state.leases.values()):
-            load.release()
-        for block in state.reservations.values():
+            return None
+        kept: list[RamBlock] = []
+        leases: list[Load] = []
+        for load in state.leases.values():
+            load.end("its client has gone")
+            if may_still_read:
+                leases.append(load)
+            else:
+                load.release()
+        for reservation in list(state.reservations):
+            block = state.pop_reservation(reservation)
             if may_still_write:
-                self._seize(block)
+                self.ram.detach(block)
+                self.ram.hold(block)
+                kept.append(block)
             self._complete(block, success=False)
         self.progress()
+        return self._seize(leases, kept) if leases or kept else None
 
-    def _seize(self, block: RamBlock) -> None:
-        self.ram.detach(block)
-        self.ram.hold(block)
-        self._seized.add(block)
-        asyncio.get_running_loop().call_later(self.settings.seize_seconds, self._unseize, block)
-
-    def _unseize(self, block: RamBlock) -> None:
-        if block in self._seized:
-            self._seized.discard(block)
-            self.ram.unhold(block)
+    def _seize(self, leases: list[Load], written: list[RamBlock]) -> Callable[[], None]:
+        def give_back() -> None:
+            self._seizures.discard(seizure)
+            for load in leases:
+                load.release()
+            for block in written:
+                self.ram.unhold(block)
             self.progress()
+
+        blocks = len(written) + sum(len(load.blocks) for load in leases)
+        seizure = Seizure(self.settings.seize_seconds, blocks, give_back)
+        self._seizures.add(seizure)
+        return seizure.free
+
+    def withdraw_overdue(self) -> int:
+        """Let others store what has been reserved for too long; how many blocks. The memory stays with the slow writer."""
+        overdue = self._reservations.overdue(self.settings.reserve_seconds)
+        for block in overdue:
+            log.warning(
+                "block %s is reserved and not written for too long: others may store it", block.meta.key[:8].hex()
+            )
+            self.counts[block.meta.namespace, "reservations_withdrawn"] += 1
+            self.ram.detach(block)
+            self._leasing.written(block.meta.key, None)
+        return len(overdue)
 
     def progress(self) -> None:
         """Something gave room: whoever waits for some tries again."""
         if self.ram.arena.used > self.ram.arena.budget and self.ram.shrink() and self.spiller is not None:
             self.spiller.press()
-        self._room.set()
-        for load in list(self._filling):
-            load.advance()
+        self._reservations.room_may_be()
+        self._leasing.advance()
 
     def _removed(self, block: RamBlock, cause: str) -> None:
         self.removals[cause] += 1
@@ -602,9 +395,8 @@ class Store:
             for encoded, _ in plan.blocks:
                 self.journal.tell("spilled", "ssd", encoded.meta)
         if outcome.removed:
-            for cause, entries in (("evicted", plan.victims), ("removed", plan.doomed)):
-                for entry in entries:
-                    self.journal.tell("removed", "ssd", entry, cause)
+            for entry in plan.victims:
+                self.journal.tell("removed", "ssd", entry, "evicted")
 
     def _is_in_other_tier(self, key: bytes, tier: Tier) -> bool:
         if tier == "ssd":
@@ -614,6 +406,9 @@ class Store:
     def _damaged(self, key: bytes, reason: str) -> None:
         assert self.ssd is not None
         log.warning("block %s on the SSD is damaged (%s); it is a miss from now on", key[:8].hex(), reason)
+        entry = self.ssd.meta(key)
+        if entry is not None:
+            self.journal.tell("removed", "ssd", entry, "damaged")
         self.ssd.damaged(key, reason)
 
     # -- for operators
@@ -624,18 +419,15 @@ class Store:
 
     def leases_of(self, owner: Hashable) -> list[Load]:
         """The leases that ``owner`` holds."""
-        state = self._owners.get(owner)
-        return list(state.leases.values()) if state is not None else []
+        return list(self._owners.known(owner).leases.values())
 
     def lease_count(self, owner: Hashable) -> int:
         """How many leases ``owner`` holds."""
-        state = self._owners.get(owner)
-        return len(state.leases) if state is not None else 0
+        return len(self._owners.known(owner).leases)
 
     def reserved_bytes_of(self, owner: Hashable) -> int:
         """Payload bytes that ``owner`` has reserved and not completed."""
-        state = self._owners.get(owner)
-        return state.reserved_bytes if state is not None else 0
+        return self._owners.known(owner).reserved_bytes
 
     def nbytes_of(self, key: bytes) -> int | None:
         """Payload bytes of a block; None when it is in neither tier."""
@@ -646,16 +438,11 @@ class Store:
         return record.nbytes if record is not None else None
 
     def held(self) -> dict[str, int]:
-        """Gauges: leases, leased blocks, reservations, reserved bytes, memory kept from a vanished writer."""
-        owners = self._owners.values()
+        """Gauges: leases, leased blocks, reservations, reserved bytes, memory kept from a vanished owner."""
         return {
-            "leases": sum(len(state.leases) for state in owners),
-            "leased_bytes": sum(load.nbytes for state in owners for load in state.leases.values()),
-            "leased_blocks": sum(len(load.blocks) for state in owners for load in state.leases.values()),
-            "reservations": sum(len(state.reservations) for state in owners),
-            "reserved_bytes": self._reserved_bytes(),
-            "seized_blocks": len(self._seized),
-            "loads_filling": len(self._filling),
+            **self._owners.held(),
+            "seized_blocks": sum(seizure.blocks for seizure in self._seizures),
+            "loads_filling": len(self._leasing.filling),
         }
 
     def register_namespace(self, namespace: bytes, descriptor: Mapping[str, object]) -> None:
@@ -680,6 +467,8 @@ class Store:
     def apply(self, settings: StoreSettings) -> None:
         """Use other settings from now on (what is bounded by thread counts needs a restart)."""
         self.settings = replace(settings, restore_parallel=self.settings.restore_parallel)
+        self._reservations.max_owner_bytes = settings.max_reserved_bytes
+        self._leasing.window = settings.restore_ahead
         if self.spiller is not None:
             self.spiller.settings = settings.spill
             self.spiller.press()

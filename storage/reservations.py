@@ -1,0 +1,200 @@
+"""Slots that engines write into: given for an offer of blocks, then completed, given up, or withdrawn.
+
+Runs on the event loop's thread; nothing here waits for the disk, only for room.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from omlxd.policy.base import RequestContext
+from omlxd.storage.blocks import BlockMeta
+from omlxd.storage.owners import Owners, Reservation
+from omlxd.storage.where import Where
+
+if TYPE_CHECKING:
+    from omlxd.storage.ram import RamBlock, RamTier
+    from omlxd.storage.spill import Spiller
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """A slot to be written: index in the offer, reservation id, the block."""
+
+    index: int
+    reservation: int
+    block: RamBlock
+
+
+@dataclass(slots=True)
+class Offer:
+    """What became of a store's offer, before its bytes are written."""
+
+    reserved: list[Reserved] = field(default_factory=list)
+    present: int = 0
+    declined: Counter[str] = field(default_factory=Counter)
+
+
+class Reservations:
+    """Gives slots and takes them back."""
+
+    def __init__(
+        self,
+        ram: RamTier,
+        owners: Owners,
+        ids: Iterator[int],
+        *,
+        where: Callable[[bytes], Where],
+        clock: Callable[[], float],
+        max_owner_bytes: int,
+    ) -> None:
+        """``ids`` numbers the reservations; ``max_owner_bytes``: payload bytes that one owner may have reserved at once."""
+        self.max_owner_bytes = max_owner_bytes
+        self.spiller: Spiller | None = None
+        self.closing = False
+        self._ram = ram
+        self._owners = owners
+        self._ids = ids
+        self._where = where
+        self._clock = clock
+        self._room = asyncio.Event()
+        self._requests = itertools.count(1)
+
+    async def reserve(
+        self,
+        owner: Hashable,
+        ancestors: Sequence[bytes],
+        metas: Sequence[BlockMeta],
+        *,
+        block_tokens: int,
+        timeout: float,
+    ) -> tuple[Offer, list[bytes], RequestContext]:
+        """Reserve slots for ``metas``, the blocks behind ``ancestors`` in one chain; see ``Store.prepare_store``.
+
+        Returns also the keys of the chain that are readable in RAM, and the request's context.
+        """
+        ctx = RequestContext(f"store-{next(self._requests)}")
+        for index, key in enumerate(itertools.chain(ancestors, (meta.key for meta in metas))):
+            ctx.set_offload_key_position(key, (index + 1) * block_tokens)
+        deadline = self._clock() + timeout
+        offer = Offer()
+        wanted = self._sort(metas, offer)
+        held = [key for key in (*ancestors, *(meta.key for meta in metas)) if self._ram.is_ready(key)]
+        while True:
+            blocks = self._slots(owner, [meta for _, meta in wanted], held, ctx)
+            if blocks is not None:
+                break
+            if self.closing:
+                offer.declined["shutting_down"] += len(wanted)
+                wanted, blocks = [], []
+                break
+            left = deadline - self._clock()
+            if left <= 0 or not self._can_wait():
+                wanted, blocks = self._some_slots(owner, wanted, held, ctx, offer)
+                break
+            if self.spiller is not None:
+                self.spiller.press()
+            self._room.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._room.wait(), left)
+            offer = Offer()
+            wanted = self._sort(metas, offer)
+            held = [key for key in held if self._ram.is_ready(key)]
+        state = self._owners.of(owner)
+        now = self._clock()
+        for (index, _), block in zip(wanted, blocks, strict=True):
+            reservation = next(self._ids)
+            state.reservations[reservation] = Reservation(block, now)
+            state.reserved_bytes += block.meta.nbytes
+            offer.reserved.append(Reserved(index, reservation, block))
+        return offer, held, ctx
+
+    def room_may_be(self) -> None:
+        """Something gave room: who waits for some tries again."""
+        self._room.set()
+
+    def overdue(self, seconds: float) -> list[RamBlock]:
+        """Blocks that have been reserved for longer than ``seconds`` and are not written yet."""
+        then = self._clock() - seconds
+        return [
+            reservation.block
+            for owner in self._owners
+            for reservation in owner.reservations.values()
+            if reservation.since < then and not reservation.block.detached
+        ]
+
+    def _sort(self, metas: Sequence[BlockMeta], offer: Offer) -> list[tuple[int, BlockMeta]]:
+        """What has to be written; what is here, or cannot be, is noted in ``offer``."""
+        wanted: list[tuple[int, BlockMeta]] = []
+        for index, meta in enumerate(metas):
+            where = self._where(meta.key)
+            if where is Where.RAM or where is Where.SSD:
+                offer.present += 1
+            elif where is Where.PENDING:
+                offer.declined["pending"] += 1
+            elif not self._ram.could_ever_fit(meta.nbytes):
+                offer.declined["too_large"] += 1
+            else:
+                wanted.append((index, meta))
+        return wanted
+
+    def _slots(
+        self, owner: Hashable, metas: Sequence[BlockMeta], held: Sequence[bytes], ctx: RequestContext
+    ) -> list[RamBlock] | None:
+        """Slots for all of ``metas``, or None."""
+        if not metas:
+            self._ram.note_access(held, ctx)
+            return []
+        nbytes = sum(meta.nbytes for meta in metas)
+        if not self._admits(owner, nbytes, len(metas), 0):
+            return None
+        return self._ram.reserve(metas, held, ctx)
+
+    def _admits(self, owner: Hashable, nbytes: int, blocks: int, taken: int) -> bool:
+        """Do ``nbytes`` more, beside ``taken`` of the same request, keep the owner's bound and that of dirty bytes?
+
+        One block of any size may come when nothing else is there.
+        """
+        has = self._owners.known(owner).reserved_bytes + taken
+        if has + nbytes > self.max_owner_bytes and (has or blocks > 1):
+            return False
+        if self.spiller is None:
+            return True
+        waiting = self.spiller.dirty_bytes + self._owners.reserved_bytes() + taken
+        return waiting + nbytes <= self.spiller.settings.max_dirty_bytes or (not waiting and blocks == 1)
+
+    def _can_wait(self) -> bool:
+        """Is anything going to give room?"""
+        if self.spiller is not None and (self.spiller.dirty_blocks or self.spiller.busy):
+            return True
+        return any(owner.reservations or owner.leases for owner in self._owners)
+
+    def _some_slots(
+        self,
+        owner: Hashable,
+        wanted: list[tuple[int, BlockMeta]],
+        held: Sequence[bytes],
+        ctx: RequestContext,
+        offer: Offer,
+    ) -> tuple[list[tuple[int, BlockMeta]], list[RamBlock]]:
+        """As many as there is room for, heads first; the rest is declined."""
+        got: list[tuple[int, BlockMeta]] = []
+        blocks: list[RamBlock] = []
+        nbytes = 0
+        for index, meta in wanted:
+            one = None
+            if self._admits(owner, meta.nbytes, 1, nbytes):
+                one = self._ram.reserve([meta], [*held, *(block.meta.key for block in blocks)], ctx)
+            if not one:
+                offer.declined["no_room"] += len(wanted) - len(got)
+                break
+            got.append((index, meta))
+            blocks += one
+            nbytes += meta.nbytes
+        return got, blocks
