@@ -98,6 +98,16 @@ def _ram_policy(live: Live, config: Config) -> None:
         raise Refusal(str(error)) from None
 
 
+def _ssd_policy(live: Live, config: Config) -> None:
+    ssd = live.server.store.ssd
+    if ssd is None:
+        raise Refusal("there is no SSD tier now")
+    try:
+        ssd.switch_policy(config.ssd.policy)
+    except ValueError as error:
+        raise Refusal(str(error)) from None
+
+
 def _ssd_room(live: Live, config: Config) -> None:
     ssd = live.server.store.ssd
     if ssd is None or config.ssd_is_off:
@@ -155,6 +165,7 @@ APPLIERS: Mapping[str, Applier] = {
     "ram.policy": _ram_policy,
     "ssd.size": _ssd_room,
     "ssd.min_free": _ssd_room,
+    "ssd.policy": _ssd_policy,
     "ssd.codec": _shares,
     "ssd.mode": _store_settings,
     "ssd.max_dirty": _store_settings,

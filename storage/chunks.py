@@ -14,6 +14,7 @@ from inspect import signature
 
 from omlxd.policy.base import CachePolicy, ChunkStatus, RequestContext, Victims
 from omlxd.policy.registry import get_policy
+from omlxd.policy.switching import switched
 from omlxd.storage.admission import AdmissionFilter
 from omlxd.storage.blocks import HASH_BYTES
 
@@ -148,7 +149,12 @@ class ChunkManager:
         ChunkError, with nothing pinned, when one is absent or not ready.
         """
         get = self._policy.get
-        chunks = [self._ready(key, get(key)) for key in keys]
+        chunks: list[ChunkStatus] = []
+        for key in keys:
+            chunk = get(key)
+            if chunk is None or chunk.ref_cnt < 0:
+                raise _not_ready(key, chunk)
+            chunks.append(chunk)
         if req_context is not None:
             state = self._state(req_context)
             state.reused.update(keys if not state.inserted else (key for key in keys if key not in state.inserted))
@@ -191,7 +197,9 @@ class ChunkManager:
         """Read a ready chunk without it counting as an access (a spill does); ChunkError when it is absent or
         not ready.
         """
-        chunk = self._ready(key, self._policy.get(key))
+        chunk = self._policy.get(key)
+        if chunk is None or chunk.ref_cnt < 0:
+            raise _not_ready(key, chunk)
         chunk.ref_cnt += 1
         if chunk.ref_cnt == 1:
             self._num_evictable -= 1
@@ -314,11 +322,8 @@ class ChunkManager:
         req_context.scratch[self] = _RequestState(state.generation, finished=True)
         if state.generation != self.generation:
             return
-        groups: dict[bytes, list[bytes]] = {}
-        for key in state.seen:
-            groups.setdefault(key[HASH_BYTES:], []).append(key)
         self._policy.on_request_finished(
-            list(groups.values()), state.inserted - state.reused, state.reused, req_context
+            _by_kv_group(state.seen), state.inserted - state.reused, state.reused, req_context
         )
 
     def take_events(self) -> list[ChunkEvent]:
@@ -342,23 +347,7 @@ class ChunkManager:
         """Go on with another policy and the same contents. ValueError when that cannot be; the old policy
         then goes on as it was.
         """
-        try:
-            chunks = list(self._policy.chunks())
-            policy = get_policy(name)(self._policy.cache_capacity)
-            for key, chunk in chunks:
-                policy.insert(key, chunk)
-                if chunk.ref_cnt > 0:
-                    policy.mark_non_evictable(key)
-            lost = sum(policy.get(key) is not chunk for key, chunk in chunks)
-        except ValueError:
-            raise
-        except Exception as error:  # a policy from outside may raise anything
-            raise ValueError(f"cannot switch to policy {name!r}: {error!r}; the old one goes on") from error
-        if lost:
-            raise ValueError(
-                f"cannot switch to policy {name!r}: it lost {lost} of {len(chunks)} chunks; the old one goes on"
-            )
-        self._policy = policy
+        self._policy = switched(self._policy, name)
 
     # Hooks for a tier with a byte budget
 
@@ -401,11 +390,6 @@ class ChunkManager:
 
     # Inside
 
-    def _ready(self, key: bytes, chunk: ChunkStatus | None) -> ChunkStatus:
-        if chunk is None or chunk.ref_cnt < 0:
-            raise ChunkError(f"chunk {key.hex()} is {_describe(chunk)}: look it up before loading it")
-        return chunk
-
     def _state(self, ctx: RequestContext) -> _RequestState:
         state = ctx.scratch.get(self)
         if not isinstance(state, _RequestState) or state.generation != self.generation or state.finished:
@@ -419,10 +403,10 @@ class ChunkManager:
 
     def _see(self, state: _RequestState, keys: Sequence[bytes], ctx: RequestContext) -> None:
         seen = state.seen
-        fresh = [key for key in dict.fromkeys(keys) if key not in seen]
+        fresh = dict.fromkeys(keys if not seen else [key for key in keys if key not in seen])
         if fresh:
-            seen.update(dict.fromkeys(fresh))
-            self._policy.on_request_access(fresh, ctx)
+            seen.update(fresh)
+            self._policy.on_request_access(list(fresh), ctx)
 
     def _report_misses(self, misses: list[bytes], state: _RequestState | None, ctx: RequestContext | None) -> None:
         if state is not None:
@@ -471,6 +455,19 @@ class ChunkManager:
 
 
 _MISS, _HIT, _PENDING = Lookup.MISS, Lookup.HIT, Lookup.PENDING
+
+
+def _by_kv_group(keys: Collection[bytes]) -> list[list[bytes]]:
+    groups: dict[bytes, list[bytes]] = {key[HASH_BYTES:]: [] for key in keys}
+    if len(groups) == 1:
+        return [list(keys)]
+    for key in keys:
+        groups[key[HASH_BYTES:]].append(key)
+    return list(groups.values())
+
+
+def _not_ready(key: bytes, chunk: ChunkStatus | None) -> ChunkError:
+    return ChunkError(f"chunk {key.hex()} is {_describe(chunk)}: look it up before loading it")
 
 
 def _describe(chunk: ChunkStatus | None) -> str:

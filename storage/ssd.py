@@ -24,11 +24,12 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from omlxd.policy.base import CachePolicy, RequestContext
 from omlxd.policy.registry import get_policy
+from omlxd.policy.switching import switched
 from omlxd.storage.blocks import BlockMeta
 from omlxd.storage.codec import encode
 from omlxd.storage.codec_choice import AUTO, CodecChoice
@@ -329,6 +330,11 @@ class SsdTier:
     def policy_name(self) -> str:
         """Loop. Name of the policy in use."""
         return self._settings.policy
+
+    def switch_policy(self, name: str) -> None:
+        """Loop. Go on with another policy and the same contents. ``ValueError`` when it can't be; the old one goes on."""
+        self._ledger.policy = switched(self._ledger.policy, name)
+        self._settings = replace(self._settings, policy=name)
 
     def totals(self, namespace: bytes) -> SpaceTotals | None:
         """Loop. A namespace's totals, read-only; None for one that was never registered and has no blocks."""

@@ -80,7 +80,7 @@ def test_ssd_policy_changes_and_the_contents_stay(daemon: ConfiguredDaemon) -> N
         fill(cache, blocks=10)
         cache.call("flush", timeout=60)
         daemon.set("ssd.policy", '"arc"')
-        wait_for(lambda: (stats_of(cache)["ssd"] or {})["policy"] == "arc")  # type: ignore[typeddict-item]
+        wait_for(lambda: ssd(cache)["policy"] == "arc")
         assert ssd(cache)["blocks"] == 10
 
 
@@ -150,12 +150,16 @@ def test_log_level_and_format_are_applied(daemon: ConfiguredDaemon) -> None:
     with daemon.connect() as cache:
         daemon.set("daemon.log_level", '"error"')
         wait_for(lambda: stats_of(cache)["daemon"]["log_level"] == "error")
-        before = daemon.log.stat().st_size
+        before = daemon.log.read_text()
         daemon.connect().close()
+        wait_for(lambda: len(stats_of(cache)["clients"]) == 1)
+        assert daemon.log.read_text() == before
+        daemon.tables["daemon"]["log_format"] = '"json"'
         daemon.set("daemon.log_level", '"info"')
-        daemon.set("daemon.log_format", '"json"')
-        wait_for(lambda: '{"time"' in daemon.log.read_text())
-        assert b"has gone" not in daemon.log.read_bytes()[:before]
+        wait_for(lambda: stats_of(cache)["daemon"]["log_level"] == "info")
+        daemon.connect().close()
+        wait_for(lambda: "has gone" in daemon.log.read_text().removeprefix(before))
+        assert daemon.log.read_text().removeprefix(before).startswith('{"time": ')
 
 
 def test_metrics_are_served_where_the_file_says(daemon: ConfiguredDaemon) -> None:
