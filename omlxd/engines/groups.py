@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from omlxd.client import Cache, Space
 from omlxd.engines import caches
@@ -23,6 +24,8 @@ class Identity:
     model: str
     fingerprint: str
     salt: str | bytes | None = None
+    folder: Path | None = None
+    """Where the weights are. No part of the namespace: the daemon watches it, and lets go of blocks of changed weights."""
 
 
 @dataclass(slots=True)
@@ -72,6 +75,7 @@ class KeptCaches:
                 block_tokens=schema.block_tokens,
                 layout=layout,
                 salt=identity.salt,
+                model_path=identity.folder,
             )
             for group, layout in schema.layouts.items()
         }

@@ -157,7 +157,9 @@ class PromptCache:
         self, model_path: str | os.PathLike[str], adapter_path: str | os.PathLike[str] | None, salt: str | bytes | None
     ) -> str | None:
         folder = _folder(model_path)
-        self._identity = Identity(model_id(folder), fingerprint(folder, adapter_path=adapter_path), salt)
+        self._identity = Identity(
+            model_id(folder), fingerprint(folder, adapter_path=adapter_path), salt, folder.resolve()
+        )
         quantized = self._kv_bits is not None
         forms = []
         if quantized:

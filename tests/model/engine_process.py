@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from pathlib import Path
 
 import mlx.core as mx
@@ -19,11 +18,9 @@ SIZE = 16
 
 def main() -> None:
     job = json.load(sys.stdin)
-    with tempfile.TemporaryDirectory() as directory:
-        model = build(KINDS[0], Path(directory) / "model")
-        kept = PromptCache(
-            omlxd.connect(job["socket"]), model, Path(directory) / "model", block_tokens=SIZE, raise_errors=True
-        )
+    folder = Path(job["folder"])
+    model = build(KINDS[0], folder, save=False)
+    kept = PromptCache(omlxd.connect(job["socket"]), model, folder, block_tokens=SIZE, raise_errors=True)
     results = []
     for tokens in job["prompts"]:
         cache, restored = kept.restore(tokens)

@@ -285,7 +285,9 @@ def test_changed_weights_are_another_namespace(model: Any, folder: Path, client:
     assert first.restore(tokens)[1] == SIZE * 2, "the model that is loaded is the one of before"
 
 
-def test_two_engine_processes_at_once_share_one_namespace(daemon: DaemonProcess, folder: Path, model: Any) -> None:
+def test_two_engine_processes_at_once_share_one_namespace(daemon: DaemonProcess, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    build(LLAMA, folder)  # the engines make the same weights from the same seed
     trunk = prompt(SIZE * 6, seed=11)
     prompts = [trunk + prompt(SIZE * 2 + 5, seed=seed) for seed in (12, 13, 14, 15)]
     engines = [
@@ -301,7 +303,7 @@ def test_two_engine_processes_at_once_share_one_namespace(daemon: DaemonProcess,
     jobs = [prompts, prompts[::-1]]
     for engine, job in zip(engines, jobs, strict=True):
         assert engine.stdin is not None
-        json.dump({"socket": str(daemon.socket), "prompts": job}, engine.stdin)
+        json.dump({"socket": str(daemon.socket), "folder": str(folder), "prompts": job}, engine.stdin)
         engine.stdin.close()
     results = []
     for engine in engines:
@@ -317,7 +319,7 @@ def test_two_engine_processes_at_once_share_one_namespace(daemon: DaemonProcess,
     assert sum(restored) >= SIZE * 6 * 6, "all but the first prompts reuse the trunk"
     third = subprocess.run(
         [sys.executable, "-m", "tests.model.engine_process"],
-        input=json.dumps({"socket": str(daemon.socket), "prompts": prompts}),
+        input=json.dumps({"socket": str(daemon.socket), "folder": str(folder), "prompts": prompts}),
         stdout=subprocess.PIPE,
         env=daemon.environment,
         text=True,

@@ -187,8 +187,8 @@ KINDS = [
 ]
 
 
-def build(kind: Kind, folder: Path, *, seed: int = 7) -> Any:
-    """Make the model with random weights, and a folder with its configuration and weights."""
+def build(kind: Kind, folder: Path, *, seed: int = 7, save: bool = True) -> Any:
+    """Make the model with random weights, and (``save``) a folder with its configuration and weights."""
     module = importlib.import_module(f"mlx_lm.models.{kind.module}")
     mx.random.seed(seed)
     model = module.Model(module.ModelArgs.from_dict(kind.config))
@@ -199,10 +199,15 @@ def build(kind: Kind, folder: Path, *, seed: int = 7) -> Any:
     if "cache_class" in kind.config:
         cache_class = getattr(mlx_lm.models.cache, kind.config["cache_class"])
         model.make_cache = lambda: [cache_class() for _ in model.layers]
+    if save:
+        _save(kind, model, folder)
+    return model
+
+
+def _save(kind: Kind, model: Any, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(kind.config))
     mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())))
-    return model
 
 
 def _spread(weight: mx.array) -> mx.array:
