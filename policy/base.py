@@ -48,28 +48,21 @@ class RequestContext:
     itself where several of one type may see the same request (two tiers with the same policy).
     """
 
-    __slots__ = ("_positions", "req_id", "scratch")
-
     def __init__(self, req_id: str = "") -> None:
         self.req_id = req_id
         self.scratch: dict[object, object] = {}
-        self._positions: dict[bytes, int] = {}
+        self.positions: dict[bytes, int] = {}
 
     def set_offload_key_position(self, key: bytes, pos: int) -> None:
         """Say that the block of `key` ends at token `pos` of the request."""
-        self._positions[key] = pos
+        self.positions[key] = pos
 
     def get_offload_key_position(self, key: bytes) -> int | None:
         """Token position at which the block of `key` ends, or None where nobody said."""
-        return self._positions.get(key)
-
-    @property
-    def positions(self) -> Mapping[bytes, int]:
-        """All known end-token positions."""
-        return self._positions
+        return self.positions.get(key)
 
     def __repr__(self) -> str:
-        return f"RequestContext({self.req_id!r}, {len(self._positions)} positions)"
+        return f"RequestContext({self.req_id!r}, {len(self.positions)} positions)"
 
 
 def order_request_keys(key_groups: Iterable[Iterable[bytes]], ctx: RequestContext | None) -> list[bytes]:
@@ -78,7 +71,9 @@ def order_request_keys(key_groups: Iterable[Iterable[bytes]], ctx: RequestContex
     With a position for every key the list is sorted by it (stable), so that all groups' tails leave before
     any group's head. With one position missing the flattened order stays.
     """
-    keys = [key for group in key_groups for key in group]
+    keys: list[bytes] = []
+    for group in key_groups:
+        keys.extend(group)
     if ctx is not None:
         positions = ctx.positions
         if positions and all(key in positions for key in keys):

@@ -7,14 +7,15 @@ The order is kept as a *log*: giving a key a new rank appends (key, rank) and le
 to be recognised as stale when a search for victims meets it. An access therefore costs two appends and one
 dictionary write, and pinning costs nothing at all. A search that meets a pinned or pending key takes it out
 of the log; `mark_evictable` then lets it back in by way of a heap, which eviction merges with the log by
-rank. Log and heap are rebuilt when stale entries outnumber the live ones, so both are bounded by the number
-of resident keys.
+rank. The keys of a running request share one rank, so their group has one entry in the log; only a search
+that meets it orders them, by way of the heap too. Log, groups and heap are rebuilt when stale entries
+outnumber the live ones, so all are bounded by the number of resident keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import count
 
@@ -22,19 +23,22 @@ from omlxd.policy.base import CachePolicy, ChunkStatus, RequestContext, Victims,
 
 _SLACK = 1024  # stale entries that are never worth a rebuild
 _SPENT = -1  # in place of a rank: this entry of the log says nothing any more
+_GROUP = b""  # in place of a key: this entry of the log stands for all keys of that rank
 
-# Where a key stands that is not in the log: (rank, -position, -how many keys the request had seen before it,
+# Where a key stands that is not in the log: (rank, -position, -how many keys its request had seen before,
 # key).
 _Place = tuple[int, int, int, bytes]
 
 
-@dataclass(slots=True)
-class _Provisional:
-    """The rank that the keys of one running request share until it ends."""
+@dataclass(slots=True, eq=False)
+class _Group:
+    """The keys of one running request, at the rank that they share until it ends."""
 
     rank: int
     epoch: object
     seen: int = 0
+    places: list[_Place] = field(default_factory=list)
+    """Those of its keys, and stale ones, until a search has met the group."""
 
 
 class LRUCachePolicy(CachePolicy):
@@ -48,8 +52,10 @@ class LRUCachePolicy(CachePolicy):
         self._log_keys: list[bytes] = []
         self._log_ranks: list[int] = []
         self._head = 0  # the log's entries before it are spent
-        self._shared: dict[bytes, _Place] = {}  # keys at a provisional rank
-        self._out: set[bytes] = set()  # keys neither in log nor heap: pinned or pending when a search met them
+        self._shared: dict[bytes, _Place] = {}  # keys at a rank that they share
+        self._groups: dict[int, _Group] = {}  # by rank, those that no search has met yet
+        self._num_places = 0  # of all groups together
+        self._out: set[bytes] = set()  # keys neither in log, group nor heap: pinned or pending when a search met them
         self._heap: list[_Place] = []
         self._heaped: dict[bytes, _Place] = {}  # the heap's live entries
         self._epoch = object()
@@ -59,15 +65,13 @@ class LRUCachePolicy(CachePolicy):
         return self._chunks.get(key)
 
     def insert(self, key: bytes, chunk: ChunkStatus, req_context: RequestContext | None = None) -> None:
-        """Take the next rank; with a context that has a provisional one, and a position for `key`, that one."""
-        if self._heaped or self._out or self._shared:
+        """Take the next rank; with a context that has a shared one, and a position for `key`, that one."""
+        if key in self._chunks:
             self._leave_place(key)
         self._chunks[key] = chunk
-        if req_context is not None and self in req_context.scratch:
-            position = req_context.get_offload_key_position(key)
-            if position is not None:
-                self._share(key, position, self._provisional(req_context))
-                return
+        if req_context is not None and key in req_context.positions and self in req_context.scratch:
+            self._join(self._group(req_context), (key,), req_context.positions)
+            return
         self._rank[key] = rank = next(self._next_rank)
         self._log_keys.append(key)
         self._log_ranks.append(rank)
@@ -83,10 +87,10 @@ class LRUCachePolicy(CachePolicy):
         """New ranks, tail to head; unknown keys are ignored."""
         ranks, next_rank = self._rank, self._next_rank
         log_key, log_rank = self._log_keys.append, self._log_ranks.append
-        placed = bool(self._heaped or self._out or self._shared)
+        shared, heaped, out = self._shared, self._heaped, self._out
         for key in reversed(keys):
             if key in ranks:
-                if placed:
+                if key in shared or key in heaped or key in out:
                     self._leave_place(key)
                 ranks[key] = rank = next(next_rank)
                 log_key(key)
@@ -94,34 +98,66 @@ class LRUCachePolicy(CachePolicy):
         self._tidy()
 
     def on_request_access(self, keys: Sequence[bytes], ctx: RequestContext) -> None:
-        """Give `keys` the request's provisional rank, unless a newer access has given them a higher one.
+        """Give `keys` the rank that the request's keys share, unless a newer access has given them a higher
+        one.
 
         Among them the larger position leaves first, so that an unfinished prefix loses its tail. A key
         without a position counts as lying behind the keys that the request has seen before.
         """
-        provisional = self._provisional(ctx)
+        group = self._group(ctx)
+        ranks, rank = self._rank, group.rank
+        self._join(group, [key for key in keys if ranks.get(key, rank) < rank], ctx.positions)
+
+    def _group(self, ctx: RequestContext) -> _Group:
+        group = ctx.scratch.get(self)
+        if not isinstance(group, _Group) or group.epoch is not self._epoch:
+            ctx.scratch[self] = group = _Group(next(self._next_rank), self._epoch)
+            self._groups[group.rank] = group
+            self._log_keys.append(_GROUP)
+            self._log_ranks.append(group.rank)
+            self._tidy()
+        return group
+
+    def _join(self, group: _Group, keys: Sequence[bytes], positions: Mapping[bytes, int]) -> None:
+        ranks, shared, heaped, out = self._rank, self._shared, self._heaped, self._out
+        rank, seen = group.rank, group.seen
+        met = rank not in self._groups
         for key in keys:
-            rank = self._rank.get(key)
-            if rank is not None and rank < provisional.rank:
-                position = ctx.get_offload_key_position(key)
+            if key in shared or key in heaped or key in out:
                 self._leave_place(key)
-                self._share(key, provisional.seen if position is None else position, provisional)
+            place = (rank, -positions.get(key, seen), -seen, key)
+            seen += 1
+            ranks[key] = rank
+            shared[key] = place
+            if met:
+                self._admit(place)
+            else:
+                group.places.append(place)
+        group.seen = seen
+        if not met:
+            self._num_places += len(keys)
+            if self._num_places > 2 * len(shared) + _SLACK:
+                self._prune_groups()
 
-    def _provisional(self, ctx: RequestContext) -> _Provisional:
-        state = ctx.scratch.get(self)
-        if not isinstance(state, _Provisional) or state.epoch is not self._epoch:
-            ctx.scratch[self] = state = _Provisional(next(self._next_rank), self._epoch)
-        return state
+    def _live_places(self, group: _Group) -> list[_Place]:
+        shared = self._shared
+        return [place for place in group.places if shared.get(place[3]) is place]
 
-    def _share(self, key: bytes, position: int, provisional: _Provisional) -> None:
-        place = (provisional.rank, -position, -provisional.seen, key)
-        provisional.seen += 1
-        self._rank[key] = provisional.rank
-        self._shared[key] = place
-        if self._chunks[key].ref_cnt == 0:
-            self._push(place)
-        else:
-            self._out.add(key)
+    def _prune_groups(self) -> None:
+        """Drop stale places, and groups that have no other: what joins such a one later goes to the heap."""
+        for rank, group in list(self._groups.items()):
+            group.places = self._live_places(group)
+            if not group.places:
+                del self._groups[rank]
+        self._num_places = sum(len(group.places) for group in self._groups.values())
+
+    def _open(self, group: _Group) -> None:
+        """A search has come to the rank of `group`: its keys are looked for in the heap from now on."""
+        del self._groups[group.rank]
+        self._num_places -= len(group.places)
+        for place in self._live_places(group):
+            self._admit(place)
+        group.places = []
 
     def on_request_finished(
         self,
@@ -144,6 +180,15 @@ class LRUCachePolicy(CachePolicy):
     def _place(self, key: bytes) -> _Place:
         return self._shared.get(key) or (self._rank[key], 0, 0, key)
 
+    def _admit(self, place: _Place) -> None:
+        """Take a key in that a search will not meet in the log: to the heap, or to those that wait for their
+        transfer's end.
+        """
+        if self._chunks[place[3]].ref_cnt:
+            self._out.add(place[3])
+        else:
+            self._push(place)
+
     def _push(self, place: _Place) -> None:
         if len(self._heap) > 2 * len(self._heaped) + _SLACK:
             self._heap[:] = self._heaped.values()
@@ -153,9 +198,12 @@ class LRUCachePolicy(CachePolicy):
 
     def _leave_place(self, key: bytes) -> None:
         """Forget where a key stood outside the log."""
-        self._heaped.pop(key, None)
-        self._shared.pop(key, None)
-        self._out.discard(key)
+        if key in self._shared:
+            del self._shared[key]
+        if key in self._heaped:
+            del self._heaped[key]
+        elif key in self._out:
+            self._out.remove(key)
 
     def evict(self, n: int, protected: Collection[bytes]) -> Victims | None:
         """The `n` evictable keys of lowest rank, or None and nothing changed."""
@@ -181,9 +229,9 @@ class LRUCachePolicy(CachePolicy):
                 key = place[3]
                 if heaped.get(key) is not place:
                     continue
+                del heaped[key]
                 chunk = chunks[key]
                 if chunk.ref_cnt:
-                    del heaped[key]
                     self._out.add(key)
                     continue
                 taken.append(place)
@@ -193,6 +241,8 @@ class LRUCachePolicy(CachePolicy):
                 key, rank = log_keys[at], log_ranks[at]
                 at += 1
                 if ranks.get(key) != rank:
+                    if rank in self._groups:
+                        self._open(self._groups[rank])
                     continue
                 chunk = chunks[key]
                 if chunk.ref_cnt:
@@ -201,8 +251,7 @@ class LRUCachePolicy(CachePolicy):
                     continue
                 if key in protected:
                     log_ranks[at - 1] = _SPENT
-                    heaped[key] = place = (rank, 0, 0, key)
-                    taken.append(place)
+                    taken.append((rank, 0, 0, key))
                     continue
             else:
                 self._put_back(taken)
@@ -211,41 +260,44 @@ class LRUCachePolicy(CachePolicy):
             if enough is not None and enough(key, chunk):
                 break
         self._head = at
+        shared = self._shared
         for key, _ in victims:
             del chunks[key], ranks[key]
-        if taken:
-            for key, _ in victims:
-                self._leave_place(key)
-            self._put_back(taken)
+            if key in shared:
+                del shared[key]
+        self._put_back(taken)
         self._tidy()
         return victims
 
     def _put_back(self, taken: list[_Place]) -> None:
         for place in taken:
             if place[3] in self._rank:
-                heappush(self._heap, place)
+                self._push(place)
 
     def _tidy(self) -> None:
         """Keep the log shorter than twice the resident keys."""
         if len(self._log_keys) > 2 * len(self._rank) + _SLACK:
             ranks = self._rank
+            self._prune_groups()
             live = [
                 (key, rank)
                 for key, rank in zip(self._log_keys[self._head :], self._log_ranks[self._head :], strict=True)
-                if ranks.get(key) == rank
+                if ranks.get(key) == rank or rank in self._groups
             ]
             self._log_keys = [key for key, _ in live]
             self._log_ranks = [rank for _, rank in live]
             self._head = 0
 
     def clear(self) -> None:
-        """Drop everything. Provisional ranks of running requests end here too."""
+        """Drop everything. The shared ranks of running requests end here too."""
         self._chunks.clear()
         self._rank.clear()
         self._log_keys.clear()
         self._log_ranks.clear()
         self._head = 0
         self._shared.clear()
+        self._groups.clear()
+        self._num_places = 0
         self._out.clear()
         self._heap.clear()
         self._heaped.clear()

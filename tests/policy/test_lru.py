@@ -126,8 +126,16 @@ def test_memory_is_bounded_by_the_residents_however_often_they_are_touched(monke
         policy.remove(K[10])
         ctx = RequestContext()
         policy.on_request_access(K[:10], ctx)
+    for _ in range(1000):
+        policy.on_request_access(K[:10], RequestContext())
+        assert policy.evict(11, frozenset()) is None
+    for _ in range(1000):
+        policy.on_request_access(K[:10], RequestContext())
+        assert policy.evict(10, {K[3]}) is None
     assert len(policy._log_keys) <= 2 * 10 + 8 + 10
     assert len(policy._heap) <= 3 * 10 + 8
+    assert policy._num_places <= 3 * 10 + 8
+    assert len(policy._groups) <= 10
 
 
 def test_a_finished_request_orders_all_it_saw_by_position_over_all_groups() -> None:

@@ -137,6 +137,8 @@ class LRUMachine(RuleBasedStateMachine):
         bound = 2 * len(self.model.entries) + SLACK + 2
         assert len(self.policy._log_keys) == len(self.policy._log_ranks) <= bound + 1
         assert len(self.policy._heap) <= bound + len(self.model.entries)
+        places = sum(len(group.places) for group in self.policy._groups.values())
+        assert places == self.policy._num_places <= bound
         for extra in (self.policy._shared, self.policy._out, self.policy._heaped):
             assert set(extra) <= set(self.model.entries)
 
