@@ -237,14 +237,15 @@ def test_empty_batches_are_fine(ask: Raw) -> None:
 
 
 def test_a_store_completed_twice_and_a_lease_released_twice(ask: Raw) -> None:
-    prepared = ask("prepare_store", ns=0, keys=KEY, sizes=100)["ok"]
+    key = os.urandom(36)
+    prepared = ask("prepare_store", ns=0, keys=key, sizes=100)["ok"]
     assert isinstance(prepared, dict)
     ((_, reservation, _, _),) = prepared["slots"]
     both = ask("complete_store", reservations=[reservation, reservation])
     assert "unknown_reservation" in str(both["err"])
     assert ask("complete_store", reservations=[reservation])["ok"] == {"stored": 1}
     assert "unknown_reservation" in str(ask("complete_store", reservations=[reservation])["err"])
-    loaded = ask("load", ns=0, keys=KEY)["ok"]
+    loaded = ask("load", ns=0, keys=key)["ok"]
     assert isinstance(loaded, dict)
     assert len(loaded["slots"]) == 1
     assert ask("release", lease=loaded["lease"])["ok"] == {}
@@ -252,7 +253,7 @@ def test_a_store_completed_twice_and_a_lease_released_twice(ask: Raw) -> None:
 
 
 def test_other_connections_leases_and_reservations_are_not_ones_own(daemon: DaemonProcess, ask: Raw) -> None:
-    prepared = ask("prepare_store", ns=0, keys=KEY, sizes=100)["ok"]
+    prepared = ask("prepare_store", ns=0, keys=os.urandom(36), sizes=100)["ok"]
     assert isinstance(prepared, dict)
     ((_, reservation, _, _),) = prepared["slots"]
     with omlxd.connect(daemon.socket) as cache, pytest.raises(omlxd.Refused, match="reservation"):
@@ -261,6 +262,7 @@ def test_other_connections_leases_and_reservations_are_not_ones_own(daemon: Daem
 
 
 def test_too_many_open_requests_are_refused_not_queued_for_ever(daemon: DaemonProcess) -> None:
+    key = os.urandom(36)
     with connect(daemon) as sock:
         from omlxd.storage.chain import Namespace
 
@@ -268,10 +270,10 @@ def test_too_many_open_requests_are_refused_not_queued_for_ever(daemon: DaemonPr
         read_frame(sock)
         sock.sendall(encode({"i": 1, "v": "namespace", "descriptor": Namespace("m", "f", 64, b"").descriptor()}))
         read_frame(sock)
-        sock.sendall(encode({"i": 2, "v": "prepare_store", "ns": 0, "keys": KEY, "sizes": 10}))
+        sock.sendall(encode({"i": 2, "v": "prepare_store", "ns": 0, "keys": key, "sizes": 10}))
         read_frame(sock)
         for number in range(3, 300):  # each waits for the block that is being written and never comes
-            sock.sendall(encode({"i": number, "v": "load", "ns": 0, "keys": KEY, "timeout": 30}))
+            sock.sendall(encode({"i": number, "v": "load", "ns": 0, "keys": key, "timeout": 30}))
         answer = read_frame(sock)
         assert answer is not None
         assert "too_many" in str(answer["err"])

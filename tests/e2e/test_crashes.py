@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import omlxd
 from tests.e2e.blocks import payload
@@ -46,6 +47,10 @@ while True:
 """
 
 
+def progress(outputs: list[Path]) -> int:
+    return sum(output.stat().st_size for output in outputs)
+
+
 def test_killed_under_load_it_starts_again_and_serves_no_torn_block(start_daemon: StartDaemon) -> None:
     dice = random.Random(int(os.environ.get("OMLXD_SEED", "7")))
     daemon = start_daemon(ram_size="16MiB", ssd_size="8GiB", ssd_max_dirty="4MiB")
@@ -61,10 +66,13 @@ def test_killed_under_load_it_starts_again_and_serves_no_torn_block(start_daemon
             )
     try:
         for _ in range(KILLS):
-            time.sleep(dice.uniform(0.05, 0.6))  # the random point; nothing is waited for
+            before = progress(outputs)
+            while progress(outputs) == before:  # the engines are at work with this daemon
+                assert all(engine.poll() is None for engine in engines), "an engine died with its daemon"
+                time.sleep(0.01)
+            time.sleep(dice.uniform(0.0, 0.4))  # the random point; nothing is waited for
             daemon.kill()
             daemon.start()
-            assert all(engine.poll() is None for engine in engines), "an engine died with its daemon"
     finally:
         for engine in engines:
             engine.kill()
