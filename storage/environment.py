@@ -314,7 +314,8 @@ class Environment:
     def punch_free_pages(self) -> int | None:
         """Give free pages back to the file system; returns the bytes by which the file shrank on the disk.
 
-        A few stay, so that records can be removed when the disk has no room at all. None where the file system cannot make holes. Writer's thread only.
+        A few stay, so that records can be removed when the disk has no room at all. None where the file system cannot
+        make holes. Writer's thread only.
         """
         self.sync()  # the free list is true of the last commit, which must not be undone by a power cut
         with self._gate.exclusive():

@@ -37,13 +37,14 @@ from omlxd.storage.environment import DURABILITIES, Durability, Environment
 from omlxd.storage.ssd_commit import carry_out
 from omlxd.storage.ssd_errors import Damaged, DiskTrouble, Missing, SsdError, SsdLocked
 from omlxd.storage.ssd_health import look
+from omlxd.storage.ssd_heap import keep_freed_memory
 from omlxd.storage.ssd_index import Entry, SpaceTotals
 from omlxd.storage.ssd_ledger import Ledger
 from omlxd.storage.ssd_load import Opened, count_rows, open_store, other_bytes
 from omlxd.storage.ssd_plan import CommitOutcome, CommitPlan, Health, State
 from omlxd.storage.ssd_reader import Reader
 from omlxd.storage.ssd_records import EncodedBlock, checksum
-from omlxd.storage.ssd_room import Room
+from omlxd.storage.ssd_room import LARGEST_GROUP, Room
 from omlxd.storage.ssd_snapshot import save_state
 
 __all__ = [
@@ -133,6 +134,7 @@ class SsdTier:
         if durability not in DURABILITIES:
             raise ValueError(f"unknown durability {durability!r}; choose one of {', '.join(DURABILITIES)}")
         settings = _Settings(limit, policy, min_free, durability, codec)
+        keep_freed_memory(2 * LARGEST_GROUP)
         opened = _open(path, settings)
         return cls(path, settings, opened, clock=clock, free_space=free_space, elsewhere=elsewhere)
 
@@ -295,6 +297,13 @@ class SsdTier:
         else:
             self._shares[namespace] = stored_bytes
         self._ledger.index.space(namespace).share = stored_bytes
+
+    def retire(self, namespace: bytes, retired: bool) -> None:
+        """Loop. Have the blocks of a namespace leave before all others, tails first; or no longer."""
+        space = self._ledger.index.space(namespace)
+        mine = [entry for entry in self.entries.values() if entry.space is space] if retired else []
+        space.retired = retired
+        space.leaving = sorted(mine, key=lambda entry: entry.position)
 
     def set_codec(self, namespace: bytes, codec: str | None) -> None:
         """Loop. Another codec for one namespace's new blocks; None: the tier's. ``ValueError`` for an unknown one."""

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import hashlib
 import os
 import subprocess
 import sys
@@ -17,7 +16,6 @@ from omlxd.storage.ssd import MIN_LIMIT, Missing, SsdError, SsdLocked, SsdTier
 from tests.storage.ssd_store import (
     NAMESPACE,
     OTHER,
-    PLENTY,
     assert_exact,
     chain_of,
     disk_usage,
