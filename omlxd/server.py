@@ -108,7 +108,10 @@ class Server:
     def register_namespace(self, descriptor: object, model_path: str | None = None) -> NamespaceInfo:
         """Know a namespace from now on, over restarts too. ``model_path``: the folder that its weights came from."""
         info = self.namespaces.add(descriptor)
-        info.retired = ""
+        if info.retired:
+            info.retired = ""
+            if self.store.ssd is not None:
+                self.store.ssd.retire(info.id, False)
         self.store.register_namespace(info.id, info.descriptor)
         if self.live is not None:
             self.live.apply_rules_to(info)
@@ -121,6 +124,8 @@ class Server:
     def retire(self, info: NamespaceInfo, why: str) -> None:
         """Let the blocks of a namespace leave first; what is on the SSD too leaves RAM now."""
         info.retired = why
+        if self.store.ssd is not None:
+            self.store.ssd.retire(info.id, True)
         upkeep.drop_clean(self.store, info.id)
         self.subscriptions.retired(info.id, why)
         log.info("namespace %s of %s is retired: %s", info.id.hex()[:8], info.model, why)

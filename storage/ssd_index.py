@@ -10,7 +10,7 @@ neither, the entry and all that continues it are orphans, the first to go.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from omlxd.policy.base import ChunkStatus
 
@@ -27,6 +27,9 @@ class SpaceTotals:
     stored_bytes: int = 0
     share: int | None = None
     """Most stored bytes it may have; None: no limit of its own."""
+    retired: bool = False
+    leaving: list[Entry] = field(default_factory=list)
+    """Of a retired namespace: what leaves before anything else, the next one last. Some of it may be gone already."""
 
 
 class Entry(ChunkStatus):

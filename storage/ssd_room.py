@@ -148,6 +148,7 @@ class VictimSearch:
         if index.pages - index.pinned_pages < wanted - self.pages:
             return False
         self._take_orphans(wanted)
+        self._take_retired(wanted)
         return self.pages >= wanted or self._by_policy(lambda: self.pages >= wanted, None)
 
     def take_share(self, space: SpaceTotals, stored_bytes: int) -> bool:
@@ -174,6 +175,19 @@ class VictimSearch:
                     self._take(entry)
                     self._policy.remove(entry.key)
                     self.orphans += 1
+
+    def _take_retired(self, wanted: int) -> None:
+        """What belongs to retired namespaces, tails before heads."""
+        for space in self._index.spaces.values():
+            while space.leaving and self.pages < wanted:
+                entry = space.leaving[-1]
+                there = self._index.entries.get(entry.key) is entry
+                if there and (entry.ref_cnt or entry.key in self._keep or entry.children is not None):
+                    break  # it is read now, or has been continued: the policy decides about the rest
+                space.leaving.pop()
+                if there:
+                    self._take(entry)
+                    self._policy.remove(entry.key)
 
     def _by_policy(self, enough: Callable[[], bool], only: SpaceTotals | None) -> bool:
         """Ask the policy, round by round: a head that it would give first is free to go once its tail was taken."""
@@ -212,4 +226,6 @@ class VictimSearch:
             self.pages -= entry.pages
             if self._policy.get(entry.key) is None:
                 self._policy.insert(entry.key, entry)
+            if entry.space.retired:
+                entry.space.leaving.append(entry)
         del self.victims[before:]
