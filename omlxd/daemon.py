@@ -188,7 +188,9 @@ class Daemon:
     async def _attended(self, server: Server) -> AsyncIterator[None]:
         """What goes on beside the server: upkeep, metrics, a watch on the configuration and on models' folders."""
         watcher, metrics = Watcher(), MetricsServer(server.reporter.stats)
-        models = server.models = ModelFolders(watcher, server.namespaces, server.retire)
+        models = server.models = ModelFolders(
+            watcher, server.namespaces, retire=server.retire, write_down=server.write_down
+        )
         live = server.live = Live(
             server,
             self.config,

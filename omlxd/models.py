@@ -7,6 +7,7 @@ needed. It is an ordinary one again when an engine registers it again: then the 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Hashable
@@ -18,14 +19,31 @@ from omlxd.watching import Watched, Watcher, model_signature
 log = logging.getLogger(__name__)
 
 
+CHANGED = "its weights have changed"
+GONE = "its weights are gone"
+
+
+def digest(signature: Hashable) -> str:
+    """A short text for a signature; another one for another signature, in every process."""
+    return hashlib.blake2b(repr(signature).encode(), digest_size=16).hexdigest()
+
+
 class ModelFolders:
     """Watches the folders that engines have named. On the event loop's thread."""
 
-    def __init__(self, watcher: Watcher, namespaces: Namespaces, retire: Callable[[NamespaceInfo, str], None]) -> None:
-        """``retire(info, why)`` is called for each namespace whose weights are gone."""
+    def __init__(
+        self,
+        watcher: Watcher,
+        namespaces: Namespaces,
+        *,
+        retire: Callable[[NamespaceInfo, str], None],
+        write_down: Callable[[NamespaceInfo], None],
+    ) -> None:
+        """``retire(info, why)``: its weights are gone; ``write_down(info)``: more is known of it."""
         self._watcher = watcher
         self._namespaces = namespaces
         self._retire = retire
+        self._write_down = write_down
         self._watch = True
         self._grace = 60.0
         self._watched: dict[str, Watched] = {}
@@ -38,13 +56,17 @@ class ModelFolders:
             for path in list(self._watched):
                 self._forget(path)
         else:
-            for info in self._namespaces:
-                self.follow(info)
+            for path in {info.model_path for info in self._namespaces if info.model_path}:
+                self._follow(path)
 
-    def follow(self, info: NamespaceInfo) -> None:
+    def registered(self, info: NamespaceInfo) -> None:
         """An engine has registered ``info``: its weights are what its folder holds now."""
-        path = info.model_path
-        if path and self._watch and path not in self._watched and path not in self._tasks:
+        if info.model_path:
+            info.weights = None
+            self._follow(info.model_path)
+
+    def _follow(self, path: str) -> None:
+        if self._watch and path not in self._tasks:
             self._start(path, self._begin(path))
 
     def watches(self, info: NamespaceInfo) -> bool:
@@ -66,10 +88,23 @@ class ModelFolders:
         task.add_done_callback(lambda done: self._tasks.pop(path) if self._tasks.get(path) is done else None)
 
     async def _begin(self, path: str) -> None:
+        """Look at a folder; watch it from now on. What an earlier run knew of it may be out of date."""
         folder = Path(path)
         now = await asyncio.to_thread(model_signature, folder)
+        weights = digest(now)
+        changed = [info for info in self._of(path) if info.weights not in (None, weights)]
+        if changed:
+            await asyncio.sleep(self._grace)
+            if digest(await asyncio.to_thread(model_signature, folder)) == weights:
+                for info in changed:
+                    self._retire(info, CHANGED if now is not None else GONE)
+        for info in self._of(path):
+            if info.weights is None and now is not None:
+                info.weights = weights
+                self._write_down(info)
         if now is None:
             log.info("%s holds no weights: it is not watched", path)
+        if now is None or path in self._watched:
             return
         self._watched[path] = self._watcher.watch(
             [folder, folder.parent],
@@ -91,13 +126,15 @@ class ModelFolders:
         if now == before:
             log.info("%s is as it was before", path)
             return
-        why = "its weights are gone" if now is None else "its weights have changed"
-        for info in self._namespaces:
-            if info.model_path == path and info.seen <= since and not info.retired:
-                self._retire(info, why)
+        for info in self._of(path):
+            if info.seen <= since:
+                self._retire(info, CHANGED if now is not None else GONE)
         self._forget(path)
         if now is not None:
             await self._begin(path)
+
+    def _of(self, path: str) -> list[NamespaceInfo]:
+        return [info for info in self._namespaces if info.model_path == path and not info.retired]
 
     def _forget(self, path: str) -> None:
         watched = self._watched.pop(path, None)

@@ -23,6 +23,19 @@ class NamespaceInfo:
     """The model's folder, where an engine has told it."""
     retired: str = ""
     """Why its blocks leave first; empty while they do not."""
+    weights: str | None = None
+    """A digest of the folder's signature when an engine last registered it; None: not known (yet)."""
+
+    def record(self) -> dict[str, object]:
+        """What is written down of it: the descriptor, and what restarts should not forget."""
+        extra = {"model_path": self.model_path, "retired": self.retired, "weights": self.weights}
+        return {**self.descriptor, **{name: value for name, value in extra.items() if value}}
+
+    def recall(self, record: Mapping[str, object]) -> None:
+        """Take over what an earlier run has written down."""
+        path, weights = record.get("model_path"), record.get("weights")
+        self.model_path = path if isinstance(path, str) else None
+        self.weights = weights if isinstance(weights, str) else None
 
     @property
     def model(self) -> str:

@@ -112,18 +112,23 @@ class Server:
             info.retired = ""
             if self.store.ssd is not None:
                 self.store.ssd.retire(info.id, False)
-        self.store.register_namespace(info.id, info.descriptor)
-        if self.live is not None:
-            self.live.apply_rules_to(info)
         if model_path is not None:
             info.model_path = model_path
-            if self.models is not None:
-                self.models.follow(info)
+        self.write_down(info)
+        if self.live is not None:
+            self.live.apply_rules_to(info)
+        if self.models is not None:
+            self.models.registered(info)
         return info
+
+    def write_down(self, info: NamespaceInfo) -> None:
+        """Remember a namespace over restarts."""
+        self.store.register_namespace(info.id, info.record())
 
     def retire(self, info: NamespaceInfo, why: str) -> None:
         """Let the blocks of a namespace leave first; what is on the SSD too leaves RAM now."""
         info.retired = why
+        self.write_down(info)
         if self.store.ssd is not None:
             self.store.ssd.retire(info.id, True)
         upkeep.drop_clean(self.store, info.id)
@@ -135,7 +140,10 @@ class Server:
         if self.store.ssd is not None:
             for space in self.store.ssd.namespaces():
                 if space.descriptor:
-                    self.namespaces.add(dict(space.descriptor))
+                    info = self.namespaces.add(dict(space.descriptor))
+                    info.recall(space.descriptor)
+                    if why := space.descriptor.get("retired"):
+                        self.retire(info, str(why))
 
     def session_closed(self, session: Session, reason: str) -> None:
         """Release all that a client held."""

@@ -282,3 +282,26 @@ def test_hangup_reads_the_file_again(daemon: ConfiguredDaemon) -> None:
         daemon.set("ram.size", '"32MiB"')
         os.kill(daemon.pid, signal.SIGHUP)
         wait_for(lambda: stats_of(cache)["ram"]["limit"] == 32 * MIB)
+
+
+def test_retirement_and_weights_are_remembered_over_restarts(daemon: ConfiguredDaemon, tmp_path: Path) -> None:
+    changing, steady = tmp_path / "changing", tmp_path / "steady"
+    for model in (changing, steady):
+        model.mkdir()
+        (model / "model.safetensors").write_bytes(b"weights")
+
+    def retired() -> dict[str, bool]:
+        with daemon.connect() as cache:
+            return {row["model"]: row["retired"] for row in stats_of(cache)["namespaces"]}
+
+    with daemon.connect() as cache:
+        for name, path in (("org/changing", changing), ("org/steady", steady), ("org/by-hand", None)):
+            space = cache.namespace(model=name, fingerprint="f", block_tokens=16, model_path=path)
+            space.store(list(range(16)), [b"x" * 1000])
+        wait_for(lambda: sum(row["watched"] for row in stats_of(cache)["namespaces"]) == 2)
+        cache.call("retire", namespace="org/by-hand")
+    daemon.stop()
+    (changing / "model.safetensors").write_bytes(b"weights of another length")
+    daemon.start()
+    wait_for(lambda: retired()["org/changing"])
+    assert retired() == {"org/changing": True, "org/steady": False, "org/by-hand": True}
