@@ -13,7 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from omlxd import keeping_verbs, operator_verbs
+from omlxd import explain_verbs, keeping_verbs, operator_verbs
+from omlxd.history import History
 from omlxd.namespaces import NamespaceInfo, Namespaces
 from omlxd.peer import peer_of
 from omlxd.pins import Pins
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 assert operator_verbs  # importing them registers their verbs
+assert explain_verbs
 assert keeping_verbs
 
 
@@ -72,6 +74,7 @@ class Server:
         self.reporter = Reporter(self, about or About())
         self.pins = Pins(store)
         self.subscriptions = Subscriptions(store.journal)
+        self.history = History(store.journal)
         self.live: Live | None = None
         self.models: ModelFolders | None = None
         self.on_shutdown = on_shutdown

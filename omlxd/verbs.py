@@ -196,6 +196,9 @@ async def prepare_store(session: Session, fields: Fields, request_id: int) -> Me
     offer = await server.store.prepare_store(
         session, keys[:first], metas, block_tokens=info.block_tokens, timeout=timeout
     )
+    for reason in offer.declined:
+        where = server.store.lookup([meta.key for meta in metas], prefix=False)
+        server.history.refused((meta.key for meta, code in zip(metas, where, strict=True) if not code), reason)
     if session.closed:  # it went while we waited: nobody will complete what was just reserved
         server.store.owner_gone(session, may_still_write=False)
         return None

@@ -27,6 +27,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "ls": "blocks",
         "show": "blocks",
         "events": "looking",
+        "explain": "explaining",
     },
     "Changing what it holds": {
         "clear": "changing",

@@ -92,10 +92,9 @@ class KeptCaches:
         Returns the number of blocks; 0, and the cache stays empty, for fewer than ``least``. A block that turns
         out to be gone (evicted meanwhile, damaged) shortens the prefix.
         """
-        limit = self.schema.limit(cache)
-        bound = blocks if limit is None else min(blocks, limit // self.schema.block_tokens)
+        bound = blocks
         while bound >= least:
-            candidate = self._longest(cache, chain, bound)
+            candidate = self.longest(cache, chain, bound)
             if candidate < least:
                 break
             bound = self._load(cache, chain, candidate)
@@ -103,8 +102,11 @@ class KeptCaches:
                 return candidate
         return 0
 
-    def _longest(self, cache: Sequence[CacheObject], chain: Chain, bound: int) -> int:
-        """How far a restore can go as far as lookups tell."""
+    def longest(self, cache: Sequence[CacheObject], chain: Chain, bound: int) -> int:
+        """The longest prefix, in blocks and at most ``bound``, that could be restored into ``cache`` as lookups tell."""
+        limit = self.schema.limit(cache)
+        if limit is not None:
+            bound = min(bound, limit // self.schema.block_tokens)
         if Group.ATTENTION in self.spaces:
             hashes = chain.hashes[Group.ATTENTION][:bound]
             bound = self.spaces[Group.ATTENTION].match_keys(hashes).blocks

@@ -5,13 +5,14 @@
 The server's own code runs unchanged; three of the names it uses are replaced:
 
 - its prompt cache (``fetch_nearest_cache`` / ``insert_cache``) by :class:`ServerCache`, so that servers
-  share, and a restarted one finds the conversations of the one before;
+  share, and a restarted one finds the conversations of the one before. mlx-lm's own cache stays in front
+  of it, as large as its flags make it: what a conversation left in this process is reused to the token,
+  what is longer in the daemon, in whole blocks;
 - its batch generator by :class:`KeepingBatches`, which keeps each prompt's blocks while it is being
   computed: a request that is cancelled after 30,000 tokens was not computed in vain;
 - its ``stream_generate``, which it uses for requests that it serves one at a time, to the same end.
 
-While there is no daemon, or for a model whose cache can't be kept, mlx-lm's own in-process cache does
-the work.
+While there is no daemon, or for a model whose cache can't be kept, mlx-lm's own cache does the work alone.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Options:
 
 
 class ServerCache:
-    """The server's prompt cache: omlxd first, mlx-lm's own for what omlxd can't take now.
+    """The server's prompt cache: mlx-lm's own, in this process, and omlxd behind it.
 
     Used by the server's generation thread alone.
     """
@@ -94,19 +95,23 @@ class ServerCache:
         """A cache for the longest known prefix, and the tokens that are left. The cache is the caller's own."""
         kept = self._for(model, tokens)
         self.fetched = list(tokens)
-        cache, count = kept.restore(tokens) if kept is not None else ([], 0)
-        if len(self._local):
-            nearest, rest = self._local.fetch_nearest_cache(model, tokens)
-            if nearest is not None and len(rest) < len(tokens) - count:
-                return nearest, rest
+        nearest, rest = self._local.fetch_nearest_cache(model, tokens)
+        here = len(tokens) - len(rest) if nearest is not None else 0
+        if kept is None:
+            return nearest, rest
+        if here and kept.match(tokens) <= here:
+            kept.touch(tokens[:here])
+            return nearest, rest
+        cache, count = kept.restore(tokens)
         logger.info("omlxd: %d of %d prompt tokens restored", count, len(tokens))
-        return (cache, tokens[count:]) if count else (None, tokens)
+        return (cache, tokens[count:]) if count > here else (nearest, rest)
 
     def insert_cache(self, model: ModelKey, tokens: list[int], prompt_cache: PromptCacheList, **options: Any) -> None:
         """Keep a cache that holds ``tokens``."""
         kept = self._for(model, tokens)
-        if kept is None or kept.save(tokens, prompt_cache).failed:
-            self._local.insert_cache(model, tokens, prompt_cache, **options)
+        if kept is not None:
+            kept.save(tokens, prompt_cache)
+        self._local.insert_cache(model, tokens, prompt_cache, **options)
 
     def keep(self, tokens: Sequence[int], cache: PromptCacheList) -> None:
         """Keep what there is of a prompt that is still being computed."""

@@ -240,14 +240,39 @@ class PromptCache:
         return self.fresh(), 0
 
     def _restore(self, form: _Form, cache: PromptCacheList, tokens: Sequence[int]) -> int:
-        blocks = (len(tokens) - 1) // self.block_tokens
-        if form.stop is not None:
-            blocks = min(blocks, (form.stop - 1) // self.block_tokens)
-        first = max(1, -(-form.first // self.block_tokens))
-        if blocks < first:
+        least, most = self._bounds(form, len(tokens))
+        if most < least:
             return 0
         kept = self._kept(form)
-        return kept.fill(cache, kept.chain(tokens[: blocks * self.block_tokens]), blocks, least=first)
+        return kept.fill(cache, kept.chain(tokens[: most * self.block_tokens]), most, least=least)
+
+    def _bounds(self, form: _Form, tokens: int) -> tuple[int, int]:
+        """The fewest and the most blocks that a restore of a prompt of so many tokens can have in a form."""
+        most = (tokens - 1) // self.block_tokens
+        if form.stop is not None:
+            most = min(most, (form.stop - 1) // self.block_tokens)
+        return max(1, -(-form.first // self.block_tokens)), most
+
+    def match(self, tokens: Sequence[int]) -> int:
+        """How many tokens :meth:`restore` would bring, as far as can be told without loading them."""
+        for form in self._forms:
+            blocks = self._attempt(partial(self._match, form, tokens), lambda _: 0)
+            if blocks:
+                return blocks * self.block_tokens
+        return 0
+
+    def _match(self, form: _Form, tokens: Sequence[int]) -> int:
+        least, most = self._bounds(form, len(tokens))
+        if most < least:
+            return 0
+        kept = self._kept(form)
+        blocks = kept.longest(form.make(), kept.chain(tokens[: most * self.block_tokens]), most)
+        return blocks if blocks >= least else 0
+
+    def touch(self, tokens: Sequence[int]) -> None:
+        """Say that the engine used its own copy of a prefix, so that the daemon keeps its blocks young."""
+        for space in self._attempt(partial(self.spaces, len(tokens)), lambda _: {}).values():
+            self._attempt(partial(space.touch, tokens), lambda _: None)
 
     def prefill(
         self,
