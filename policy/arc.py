@@ -9,7 +9,7 @@ nothing.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from math import isfinite
 
 from omlxd.policy.base import CachePolicy, ChunkStatus, RequestContext, Victims, arrange, order_request_keys, state_keys
@@ -46,12 +46,12 @@ class ARCCachePolicy(CachePolicy):
         if self.t1.pop(key, None) is None:
             self.t2.pop(key, None)
 
-    def touch(self, keys: Sequence[bytes], ctx: RequestContext | None = None) -> None:
+    def touch(self, keys: Iterable[bytes], ctx: RequestContext | None = None) -> None:
         """Ready in T1: to T2. Pending in T1: to its MRU end. In T2: to its MRU end. Else a ghost hit, where
         it is a ghost.
         """
         t1, t2 = self.t1, self.t2
-        for key in reversed(keys):
+        for key in reversed(list(keys)):
             chunk = t1.get(key)
             if chunk is not None:
                 if chunk.ref_cnt >= 0:

@@ -14,7 +14,7 @@ outnumber the live ones, so all are bounded by the number of resident keys.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import count
@@ -83,12 +83,12 @@ class LRUCachePolicy(CachePolicy):
         self._leave_place(key)
         self._tidy()
 
-    def touch(self, keys: Sequence[bytes], ctx: RequestContext | None = None) -> None:
+    def touch(self, keys: Iterable[bytes], ctx: RequestContext | None = None) -> None:
         """New ranks, tail to head; unknown keys are ignored."""
         ranks, next_rank = self._rank, self._next_rank
         log_key, log_rank = self._log_keys.append, self._log_ranks.append
         shared, heaped, out = self._shared, self._heaped, self._out
-        for key in reversed(keys):
+        for key in reversed(list(keys)):
             if key in ranks:
                 if key in shared or key in heaped or key in out:
                     self._leave_place(key)

@@ -7,7 +7,7 @@ end. One thread at a time calls it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from inspect import signature
@@ -138,16 +138,17 @@ class ChunkManager:
             return _MISS
         return _HIT if chunk.ref_cnt >= 0 else _PENDING
 
-    def lookup_many(self, keys: Sequence[bytes], req_context: RequestContext | None = None) -> list[Lookup]:
+    def lookup_many(self, keys: Iterable[bytes], req_context: RequestContext | None = None) -> list[Lookup]:
         """`lookup` of each of `keys`, in their order."""
         get = self._policy.get
         return [_MISS if (chunk := get(key)) is None else _HIT if chunk.ref_cnt >= 0 else _PENDING for key in keys]
 
-    def prepare_load(self, keys: Sequence[bytes], req_context: RequestContext | None = None) -> list[int]:
+    def prepare_load(self, keys: Iterable[bytes], req_context: RequestContext | None = None) -> list[int]:
         """Pin the chunks of `keys`, once per occurrence; returns their slots in the order of `keys`.
 
         ChunkError, with nothing pinned, when one is absent or not ready.
         """
+        keys = list(keys)
         get = self._policy.get
         chunks: list[ChunkStatus] = []
         for key in keys:
@@ -168,7 +169,7 @@ class ChunkManager:
                 became_busy(key, chunk)
         return [chunk.chunk_id for chunk in chunks]
 
-    def complete_load(self, keys: Sequence[bytes], req_context: RequestContext | None = None) -> None:
+    def complete_load(self, keys: Iterable[bytes], req_context: RequestContext | None = None) -> None:
         """Undo `prepare_load`, in any order. ChunkError, with nothing changed, for a key that is absent or
         that nobody reads.
         """
@@ -211,13 +212,13 @@ class ChunkManager:
         """Undo one `pin`."""
         self.complete_load((key,))
 
-    def touch(self, keys: Sequence[bytes], req_context: RequestContext | None = None) -> None:
+    def touch(self, keys: Iterable[bytes], req_context: RequestContext | None = None) -> None:
         """Note a use of `keys` that happened elsewhere; heads first."""
-        self._policy.touch(keys, req_context or RequestContext())
+        self._policy.touch(list(keys), req_context or RequestContext())
 
     # Writing
 
-    def prepare_store(self, keys: Sequence[bytes], req_context: RequestContext | None = None) -> PreparedStore | None:
+    def prepare_store(self, keys: Iterable[bytes], req_context: RequestContext | None = None) -> PreparedStore | None:
         """Take slots for those of `keys` that are absent and admitted, evicting what that needs; None when
         there is no room for all of them.
 
@@ -265,7 +266,7 @@ class ChunkManager:
         return PreparedStore(misses, chunk_ids, evicted)
 
     def complete_store(
-        self, keys: Sequence[bytes], success: bool = True, req_context: RequestContext | None = None
+        self, keys: Iterable[bytes], success: bool = True, req_context: RequestContext | None = None
     ) -> list[bytes]:
         """Make pending `keys` readable, or free their slots again. Others are ignored. Returns those that
         were pending.
@@ -299,7 +300,7 @@ class ChunkManager:
             self._state(req_context).inserted.difference_update(flipped)
         return flipped
 
-    def discard(self, keys: Sequence[bytes]) -> list[bytes]:
+    def discard(self, keys: Iterable[bytes]) -> list[bytes]:
         """Remove those of `keys` that are ready and unread, without ghosts; returns them. For what is known
         to be useless or damaged.
         """

@@ -89,7 +89,7 @@ class ARCMachine(RuleBasedStateMachine):
 
         assert self.policy.evict_until(enough, protected) == self.model.evict(need, set(protected))
 
-    @precondition(lambda self: self.slots > 20)
+    @precondition(lambda self: self.slots > 8)
     @rule()
     def clear(self) -> None:
         self.policy.clear()

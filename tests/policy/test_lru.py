@@ -226,6 +226,19 @@ class TestRunningRequest:
         assert victims(policy, 3) == [5, 1, 0]
 
 
+def test_a_key_that_is_inserted_again_has_the_new_chunk_at_the_next_rank() -> None:
+    policy = filled(3)
+    pinned = policy.get(K[0])
+    assert pinned is not None
+    pinned.ref_cnt = 1
+    assert policy.evict(3, frozenset()) is None  # a search has met it
+    policy.insert(K[0], ready(7))
+    policy.mark_evictable(K[0])
+    policy.insert(K[3], ready(3))
+    found = policy.evict(4, frozenset())
+    assert [chunk.chunk_id for _, chunk in found or []] == [1, 2, 7, 3]
+
+
 def test_clear_drops_everything_whatever_its_ref_cnt() -> None:
     policy = filled(3, ref_cnt=2)
     policy.clear()

@@ -113,7 +113,7 @@ class LRUMachine(RuleBasedStateMachine):
         assert victims == self.model.evict(need, set(protected))
         assert victims is None or victims == asked
 
-    @precondition(lambda self: self.slots > 20)
+    @precondition(lambda self: self.slots > 8)
     @rule()
     def clear(self) -> None:
         self.policy.clear()

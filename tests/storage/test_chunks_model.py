@@ -228,7 +228,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.manager.on_request_finished(self.contexts[request])
         self.contexts[request] = RequestContext(str(request))
 
-    @precondition(lambda self: self.stores > 10)
+    @precondition(lambda self: self.stores > 4)
     @rule()
     def reset(self) -> None:
         self.manager.reset()
