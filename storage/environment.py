@@ -29,6 +29,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self, TypeAlias
@@ -211,7 +212,7 @@ class Environment:
         """Stored bytes of a whole piece: with LMDB's header it fills its pages exactly."""
         return self.piece_page_bytes - self.header.header_bytes
 
-    @property
+    @cached_property
     def piece_sizes(self) -> tuple[int, ...]:
         """Stored bytes of a whole piece, and of those that the rest of a payload is cut into: half as many pages each.
 

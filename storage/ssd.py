@@ -46,6 +46,7 @@ from omlxd.storage.ssd_reader import Reader
 from omlxd.storage.ssd_records import EncodedBlock, checksum
 from omlxd.storage.ssd_room import LARGEST_GROUP, Room
 from omlxd.storage.ssd_snapshot import save_state
+from omlxd.storage.ssd_warmup import WarmingPolicy
 
 __all__ = [
     "MIN_LIMIT",
@@ -182,8 +183,10 @@ class SsdTier:
         """
         if clean and self.writable:
             try:
+                self._ledger.warm()
                 self._finish_chores()
-                save_state(self._environment, self._ledger.policy, self._ledger.room)
+                ledger = self._ledger
+                save_state(self._environment, ledger.policy, ledger.index.entries, ledger.room)
             except (SsdError, OSError) as error:
                 log.warning("the store %s could not be closed in order: %s", self.path, error)
         self._environment.close()
@@ -342,6 +345,7 @@ class SsdTier:
 
     def switch_policy(self, name: str) -> None:
         """Loop. Go on with another policy and the same contents. ``ValueError`` when it can't be; the old one goes on."""
+        self._ledger.warm()
         self._ledger.policy = switched(self._ledger.policy, name)
         self._settings = replace(self._settings, policy=name)
 
@@ -385,7 +389,9 @@ class SsdTier:
 
     def probe(self) -> Health:
         """Writer. Look at the disk; opens a store again that had vanished or was read-only, where that is possible."""
-        return look(self._environment, self.state, self._free_space, self._reopen)
+        policy = self._ledger.policy
+        built = policy.build() if isinstance(policy, WarmingPolicy) else None
+        return replace(look(self._environment, self.state, self._free_space, self._reopen), policy=built)
 
     def observe(self, health: Health) -> None:
         """Loop. Take in what ``probe`` found."""
@@ -393,6 +399,8 @@ class SsdTier:
             self._adopt(health.loaded)
             log.info("the store %s is back, with %d blocks", self.path, len(self))
             return
+        if health.policy is not None:
+            self._ledger.warm(health.policy)
         room = self._ledger.room
         if health.free_bytes is not None:
             room.free_bytes = health.free_bytes

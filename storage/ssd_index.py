@@ -9,7 +9,7 @@ neither, the entry and all that continues it are orphans, the first to go.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from omlxd.policy.base import ChunkStatus
@@ -113,6 +113,33 @@ class Index:
                 child.parent = key
                 _adopt(entry, child)
         self.count(entry, 1)
+
+    def fill(self, entries: Sequence[Entry]) -> None:
+        """Take in all entries of a store at once; the index must be empty. O(entries)."""
+        self.entries = known = {entry.key: entry for entry in entries}
+        spaces: dict[int, list[int]] = {}
+        for entry in entries:
+            totals = spaces.get(id(entry.space))
+            if totals is None:
+                totals = spaces[id(entry.space)] = [0, 0, 0, 0]
+            totals[0] += 1
+            totals[1] += entry.nbytes
+            totals[2] += entry.stored_bytes
+            totals[3] += entry.pages
+            if entry.parent is not None:
+                parent = known.get(entry.parent)
+                if parent is None:
+                    self.waiting.setdefault(entry.parent, {})[entry] = None
+                elif parent.children is None:
+                    parent.children = entry
+                else:
+                    _adopt(parent, entry)
+        for space in self.spaces.values():
+            blocks, nbytes, stored, pages = spaces.get(id(space), (0, 0, 0, 0))
+            space.blocks, space.nbytes, space.stored_bytes = blocks, nbytes, stored
+            self.nbytes += nbytes
+            self.stored_bytes += stored
+            self.pages += pages
 
     def count(self, entry: Entry, sign: int) -> None:
         """Add an entry to the totals, or take it out."""

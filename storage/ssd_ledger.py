@@ -17,6 +17,7 @@ from omlxd.storage.ssd_index import Entry, Index
 from omlxd.storage.ssd_plan import CommitOutcome, CommitPlan, Quarantined
 from omlxd.storage.ssd_records import EncodedBlock, Record
 from omlxd.storage.ssd_room import PAGES_PER_BLOCK, SLACK_PAGES, Room, VictimSearch
+from omlxd.storage.ssd_warmup import WarmingPolicy
 
 log = logging.getLogger(__name__)
 
@@ -173,6 +174,11 @@ class Ledger:
             space.descriptor = dict(descriptor)
             self._descriptors[namespace] = space.descriptor
 
+    def warm(self, built: CachePolicy | None = None) -> None:
+        """From now on with the real policy of a large store; ``built`` where a worker has arranged it already."""
+        if isinstance(self.policy, WarmingPolicy):
+            self.policy = self.policy.finish(built if built is not None else self.policy.build())
+
     # -- planning ---------------------------------------------------------------------------------
 
     def plan(self, encoded: Sequence[EncodedBlock]) -> CommitPlan | None:
@@ -240,6 +246,8 @@ class Ledger:
         return fitting
 
     def _search(self, blocks: Sequence[EncodedBlock]) -> VictimSearch:
+        if isinstance(self.policy, WarmingPolicy) and self._excess(blocks, 0) > 0:
+            self.warm()  # something must leave already: it has to be known what
         parents = (block.meta.parent for block in blocks)
         return VictimSearch(self.index, self.policy, [key for key in parents if key is not None], self._elsewhere)
 

@@ -8,12 +8,14 @@ what the limit leaves for it, until the next one takes its place.
 from __future__ import annotations
 
 import errno
+import gc
 import logging
 import os
 import shutil
-import struct
-from collections.abc import Callable, Iterator
+from array import array
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 
 import lmdb
@@ -26,12 +28,14 @@ from omlxd.storage.ssd_commit import COUNTERS, Row, unpack_row
 from omlxd.storage.ssd_errors import Damaged, DiskTrouble, SsdError, StoreBroken
 from omlxd.storage.ssd_index import Entry, Index, SpaceTotals
 from omlxd.storage.ssd_lock import StoreLock
-from omlxd.storage.ssd_records import unpack_record
+from omlxd.storage.ssd_records import unpack_fields
+from omlxd.storage.ssd_warmup import WARM_AT_ONCE, WarmingPolicy
 
 log = logging.getLogger(__name__)
 
 ASIDE_NAME = "set-aside"
 CLEAN = b"clean"
+_NUMBERS = 1  # msgpack extension: record numbers, 64-bit words
 STATE = b"state"
 """Key of the policy's state in ``recency``; a 4-byte chunk number follows."""
 
@@ -106,6 +110,8 @@ def _open(
     lock: StoreLock | None,
 ) -> Opened:
     environment = Environment(path, map_bytes=map_bytes, durability=durability, readonly=readonly)
+    collecting = gc.isenabled()
+    gc.disable()  # so many new objects, none of them garbage, would be gone through again and again
     try:
         opened = _load(environment, make_policy, readonly, lock)
         if not readonly:
@@ -117,6 +123,9 @@ def _open(
     except BaseException:
         environment.close()
         raise
+    finally:
+        if collecting:
+            gc.enable()
     return opened
 
 
@@ -171,7 +180,6 @@ def _load(
 ) -> Opened:
     index = Index()
     unreadable: list[tuple[bytes, str]] = []
-    policy = make_policy()
     with environment.reading() as txn:
         counters = {
             str(name): int(value)
@@ -182,15 +190,18 @@ def _load(
         entries = _load_entries(txn, environment, numbers, unreadable)
         state, log_of_use = _load_recency(txn, environment)
     entries.sort(key=_by_number)
-    for entry in entries:
-        index.add(entry)
-    _restore_policy(policy, index, state, log_of_use)
+    index.fill(entries)
+    residents = dict(index.entries)  # the index changes while a large store's policy is arranged
+
+    def build() -> CachePolicy:
+        return _restore_policy(make_policy(), residents, state, log_of_use)
+
+    policy = build() if len(entries) <= WARM_AT_ONCE else WarmingPolicy(build)
     next_number = max(counters.get("next_number", 0), entries[-1].chunk_id + 1 if entries else 0)
     return Opened(environment, lock, index, policy, next_number, counters, Pages(0, 0), readonly, clean, "", unreadable)
 
 
-def _by_number(entry: Entry) -> int:
-    return entry.chunk_id
+_by_number = attrgetter("chunk_id")
 
 
 def _load_spaces(txn: lmdb.Transaction[memoryview], environment: Environment, index: Index) -> dict[int, SpaceTotals]:
@@ -216,69 +227,83 @@ def _load_entries(
     entries: list[Entry] = []
     keys: dict[bytes, bytes] = {}  # one object for one key, parents included
     sizes: dict[int, int] = {}  # and for one size
+    pages: dict[int, int] = {}
     layouts: dict[bytes | None, bytes | None] = {None: None}
+    one_key, one_size, one_layout = keys.setdefault, sizes.setdefault, layouts.setdefault
     for raw_key, packed in txn.cursor(db=environment.blocks):
         key = bytes(raw_key)
         try:
-            record = unpack_record(key, bytes(packed))
-            space = numbers[record.namespace]
+            _, number, short, nbytes, stored, _, _, _, parent, position, _, layout = unpack_fields(key, bytes(packed))
+            space = numbers[short]
         except (Damaged, KeyError) as error:
             unreadable.append((key, str(error) if isinstance(error, Damaged) else f"unknown namespace {error}"))
             continue
-        parent = record.parent
+        taken = pages.get(stored)
+        if taken is None:
+            taken = pages[stored] = environment.pages_of(stored)
+        if parent is not None:
+            parent = one_key(parent, parent)
         entries.append(
             Entry(
-                keys.setdefault(key, key),
-                record.number,
-                space,
-                sizes.setdefault(record.nbytes, record.nbytes),
-                sizes.setdefault(record.stored_bytes, record.stored_bytes),
-                environment.pages_of(record.stored_bytes),
-                None if parent is None else keys.setdefault(parent, parent),
-                record.position,
-                layouts.setdefault(record.layout, record.layout),
+                one_key(key, key), number, space, one_size(nbytes, nbytes), one_size(stored, stored),
+                one_size(taken, taken), parent, position, one_layout(layout, layout),
             )
-        )
+        )  # fmt: skip
     return entries
 
 
-def _load_recency(txn: lmdb.Transaction[memoryview], environment: Environment) -> tuple[bytes, list[int]]:
+def _load_recency(txn: lmdb.Transaction[memoryview], environment: Environment) -> tuple[bytes, array[int]]:
     state: list[bytes] = []
-    used: list[int] = []
+    used = array("Q")
     for key, value in txn.cursor(db=environment.recency):
         if bytes(key[: len(STATE)]) == STATE:
             state.append(bytes(value))
         else:
-            used.extend(word for (word,) in struct.iter_unpack("<Q", value[: len(value) - len(value) % 8]))
+            used.frombytes(value[: len(value) - len(value) % used.itemsize])
     return b"".join(state), used
 
 
-def _restore_policy(policy: CachePolicy, index: Index, state: bytes, used: list[int]) -> None:
+def _restore_policy(policy: CachePolicy, entries: Mapping[bytes, Entry], state: bytes, used: array[int]) -> CachePolicy:
     """The state of the last clean stop, then what was stored since, then the uses since, in their order."""
-    entries = index.entries
+    by_number = {entry.chunk_id: key for key, entry in entries.items()} if state or used else {}
     try:
-        found = _same_objects(msgpack.unpackb(state, strict_map_key=False), entries) if state else {}
-        policy.restore_state(found, entries)
+        policy.restore_state(unpack_state(state, by_number), entries)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         log.warning("the state of the eviction policy is not used: %s", error)
         policy.restore_state({}, entries)
-    if used:
-        by_number = {entry.chunk_id: entry.key for entry in entries.values()}
-        keys = [by_number[number] for number in used if number in by_number]
-        keys.reverse()  # ``touch`` takes a prefix, and goes from its tail to its head
-        policy.touch(keys)
+    keys = [by_number[number] for number in used if number in by_number]
+    keys.reverse()  # ``touch`` takes a prefix, and goes from its tail to its head
+    policy.touch(keys)
+    return policy
 
 
-def _same_objects(value: object, entries: dict[bytes, Entry]) -> dict[str, object]:
-    """The state with the index's own key objects in it: a second copy of each key would cost 80 bytes a record."""
-    if not isinstance(value, dict):
+def pack_state(state: Mapping[str, object], entries: Mapping[bytes, Entry]) -> bytes:
+    """A policy's state, msgpacked; a list of resident keys as their record numbers, an eighth of the size."""
+    packed: bytes = msgpack.packb({name: _numbered(part, entries) for name, part in state.items()}, use_bin_type=True)
+    return packed
+
+
+def _numbered(part: object, entries: Mapping[bytes, Entry]) -> object:
+    if isinstance(part, list) and part and all(key in entries for key in part):
+        return msgpack.ExtType(_NUMBERS, array("Q", [entries[key].chunk_id for key in part]).tobytes())
+    return part
+
+
+def unpack_state(packed: bytes, by_number: Mapping[int, bytes]) -> dict[str, object]:
+    """The reverse, with the index's own key objects; numbers of records that have left are skipped."""
+
+    def keys_of(kind: int, data: bytes) -> list[bytes]:
+        if kind != _NUMBERS:
+            raise ValueError(f"unknown extension {kind}")
+        numbers = array("Q", data)
+        return [by_number[number] for number in numbers if number in by_number]
+
+    if not packed:
+        return {}
+    state = msgpack.unpackb(packed, strict_map_key=False, ext_hook=keys_of)
+    if not isinstance(state, dict):
         raise TypeError("it is not a map")
-    return {
-        str(name): [entries[item].key if isinstance(item, bytes) and item in entries else item for item in part]
-        if isinstance(part, list)
-        else part
-        for name, part in value.items()
-    }
+    return state
 
 
 def _mark_open(environment: Environment, opened: Opened) -> None:

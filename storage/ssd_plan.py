@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from omlxd.policy.base import CachePolicy
 from omlxd.storage.environment import Pages
 from omlxd.storage.ssd_index import Entry
 from omlxd.storage.ssd_records import EncodedBlock, Record
@@ -95,3 +96,5 @@ class Health:
     pages: Pages | None = None
     loaded: object = field(default=None, repr=False)
     """A store that was found again (``ssd_load.Opened``)."""
+    policy: CachePolicy | None = field(default=None, repr=False)
+    """The policy of a large store, arranged."""

@@ -7,9 +7,9 @@ bit by the hash. The payload's bytes have a checksum of their own (XXH3-128 over
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import msgpack
 import xxhash
@@ -19,7 +19,7 @@ from omlxd.storage.codec import Buffer
 from omlxd.storage.ssd_errors import Damaged
 
 CHECKSUM_BYTES = 16
-_DIGEST = struct.Struct("<Q")
+FIELDS = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,22 +61,33 @@ class Record:
 
     def pack(self) -> bytes:
         """As it is stored: hash and array."""
-        body: bytes = msgpack.packb(astuple(self), use_bin_type=True)
-        return _DIGEST.pack(xxhash.xxh3_64_intdigest(body)) + body
+        fields = [getattr(self, name) for name in self.__slots__]
+        body: bytes = msgpack.packb(fields, use_bin_type=True)
+        return xxhash.xxh3_64_digest(body)[::-1] + body
+
+
+RecordFields: TypeAlias = "tuple[bytes, int, int, int, int, str, bytes, bytes, bytes | None, int, float, bytes | None]"
+"""``Record``'s fields in their order: to build the object takes as long as all the rest of unpacking."""
+
+
+def unpack_fields(key: bytes, packed: bytes) -> RecordFields:
+    """Read what is filed under ``key``. Raises ``Damaged`` when it is not that key's intact record."""
+    body = packed[8:]
+    if packed[:8] != xxhash.xxh3_64_digest(body)[::-1]:
+        raise Damaged("the record's own hash does not match")
+    try:
+        fields: RecordFields = msgpack.unpackb(body, use_list=False)
+        key_inside, count = fields[0], len(fields)
+    except (ValueError, TypeError, IndexError, msgpack.UnpackException) as error:
+        raise Damaged(f"the record cannot be read: {error}") from error
+    if key_inside != key or count != FIELDS:
+        raise Damaged(f"the record names another key, {key_inside.hex()[:16]}")
+    return fields
 
 
 def unpack_record(key: bytes, packed: bytes) -> Record:
-    """Read what is filed under ``key``. Raises ``Damaged`` when it is not that key's intact record."""
-    body = packed[8:]
-    if len(packed) <= 8 or _DIGEST.unpack_from(packed)[0] != xxhash.xxh3_64_intdigest(body):
-        raise Damaged("the record's own hash does not match")
-    try:
-        record = Record(*msgpack.unpackb(body, use_list=False))
-    except (ValueError, TypeError, msgpack.UnpackException) as error:
-        raise Damaged(f"the record cannot be read: {error}") from error
-    if record.key != key:
-        raise Damaged(f"the record names another key, {record.key.hex()[:16]}")
-    return record
+    """As ``unpack_fields``, as a ``Record``."""
+    return Record(*unpack_fields(key, packed))
 
 
 def checksum(parts: Iterable[Buffer]) -> bytes:

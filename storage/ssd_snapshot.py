@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import struct
+from collections.abc import Mapping
 
 import lmdb
-import msgpack
 
 from omlxd.policy.base import CachePolicy
 from omlxd.storage.environment import Environment
-from omlxd.storage.ssd_load import CLEAN, STATE
+from omlxd.storage.ssd_index import Entry
+from omlxd.storage.ssd_load import CLEAN, STATE, pack_state
 from omlxd.storage.ssd_room import Room
 
 log = logging.getLogger(__name__)
@@ -18,12 +19,12 @@ log = logging.getLogger(__name__)
 _CHUNK = struct.Struct(">I")
 
 
-def save_state(environment: Environment, policy: CachePolicy, room: Room) -> None:
+def save_state(environment: Environment, policy: CachePolicy, entries: Mapping[bytes, Entry], room: Room) -> None:
     """Replace the log of uses by the policy's state, mark the store as closed in order, make all of it durable.
 
     Raises ``DiskTrouble``, ``OSError``. Where a full store has no room for the state, the log stays instead.
     """
-    state = _pack(policy)
+    state = _pack(policy, entries)
     pages = -(-len(state) // room.page_bytes) + 1
     try:
         with environment.writing() as txn:
@@ -39,10 +40,9 @@ def save_state(environment: Environment, policy: CachePolicy, room: Room) -> Non
     environment.sync()
 
 
-def _pack(policy: CachePolicy) -> bytes:
+def _pack(policy: CachePolicy, entries: Mapping[bytes, Entry]) -> bytes:
     try:
-        packed: bytes = msgpack.packb(policy.state(), use_bin_type=True)
+        return pack_state(policy.state(), entries)
     except (NotImplementedError, TypeError, ValueError) as error:
         log.warning("the eviction policy's state is not kept: %s", error)
         return b""
-    return packed
