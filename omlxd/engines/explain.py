@@ -205,8 +205,16 @@ def _look_elsewhere(
     others: Sequence[NamespaceSeen],
     fates: list[Fate],
 ) -> None:
-    """Replace "never stored" where the same tokens are stored in another namespace of the same block size."""
-    for other in others:
+    """Replace "never stored" where the same tokens are stored in another namespace of the same block size, the most alike."""
+
+    def alike(other: NamespaceSeen) -> tuple[bool, bool, bool]:
+        return (
+            other.model == namespace.model,
+            other.fingerprint == namespace.fingerprint,
+            other.layout == namespace.layout,
+        )
+
+    for other in sorted(others, key=alike, reverse=True):
         if other.block_tokens != namespace.block_tokens:
             continue
         found = source.fates(other, chain_hashes(other.id, tokens, other.block_tokens))
