@@ -133,6 +133,6 @@ def test_a_damaged_file_has_a_fingerprint_or_a_clear_error(folder: Path, content
     try:
         found = fingerprint(folder)
     except ValueError as error:
-        assert "model.safetensors" in str(error)  # noqa: PT017
+        assert "model.safetensors" in str(error)
     else:
         assert len(found) == 64
