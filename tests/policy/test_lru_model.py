@@ -11,7 +11,7 @@ from tests.policy.models import LONG, LONG_STEPS, MACHINE, LRUModel, key_of
 
 KEYS = st.integers(0, 11).map(key_of)
 SOME_KEYS = st.lists(KEYS, max_size=6)
-SLACK = 4
+SLACK = 0
 
 
 class LRUMachine(RuleBasedStateMachine):
@@ -76,10 +76,11 @@ class LRUMachine(RuleBasedStateMachine):
             self.policy.remove(key)
             del self.model.entries[key]
 
-    @rule(keys=SOME_KEYS)
-    def touch(self, keys: list[bytes]) -> None:
-        self.policy.touch(keys, RequestContext())
-        self.model.touch(keys)
+    @rule(keys=SOME_KEYS, times=st.sampled_from([1, 1, 7]))
+    def touch(self, keys: list[bytes], times: int) -> None:
+        for _ in range(times):
+            self.policy.touch(keys, RequestContext())
+            self.model.touch(keys)
 
     @rule(request=st.integers(0, 2), keys=st.lists(KEYS, max_size=6, unique=True))
     def access(self, request: int, keys: list[bytes]) -> None:
@@ -120,6 +121,7 @@ class LRUMachine(RuleBasedStateMachine):
         self.model.clear()
         self.slots = 0
 
+    @precondition(lambda self: self.slots > 8)
     @rule()
     def survive_restart(self) -> None:
         state, residents = self.policy.state(), dict(self.policy.chunks())
