@@ -14,13 +14,22 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
-from omlxd import operations
+from omlxd import operations, storing
 from omlxd.errors import Refused, Unavailable
 from omlxd.leases import LeaseCore, LoadedBlock
-from omlxd.link import CALL_SECONDS, Call, Link
-from omlxd.operations import GRACE_SECONDS, Operation, Ranges, SpaceCore
+from omlxd.link import CALL_SECONDS, Call, Link, NotYet
+from omlxd.operations import (
+    DEFAULT_LOAD_SECONDS,
+    DEFAULT_STORE_SECONDS,
+    GRACE_SECONDS,
+    Ask,
+    Operation,
+    Ranges,
+    SpaceCore,
+    Work,
+)
 from omlxd.paths import socket_path
-from omlxd.protocol import Message, RequestError
+from omlxd.protocol import Message
 from omlxd.results import Hit, StoreResult
 from omlxd.storage.chain import ExtraKey, Namespace, Tokens
 from omlxd.storage.layout import Layout
@@ -34,8 +43,8 @@ T = TypeVar("T")
 
 FIRST_BACKOFF_SECONDS = 0.05
 LAST_BACKOFF_SECONDS = 5.0
-DEFAULT_LOAD_SECONDS = 30.0
-DEFAULT_STORE_SECONDS = 10.0
+GLANCE_SECONDS = 0.02
+"""How long a daemon that did not answer before is given to answer a greeting that was sent long ago."""
 
 
 def connect(socket: str | os.PathLike[str] | None = None, *, name: str = "", timeout: float = CALL_SECONDS) -> Cache:
@@ -59,12 +68,20 @@ class Cache:
         self._name = name or f"pid {os.getpid()}"
         self._timeout = timeout
         self._lock = threading.Lock()
-        self._pid = os.getpid()
         self._backoff = 0.0
         self._not_before = 0.0
         self._why = ""
         self._closed = False
-        self._link: Link | None = self._open()
+        self._hung = False
+        """Did the daemon not answer when it was asked last?"""
+        self._greeting: Link | None = None
+        """A link whose greeting is not answered yet."""
+        self._link: Link | None = None
+        try:
+            self._link = self._open()
+        except Unavailable:
+            self.close()
+            raise
 
     def __enter__(self) -> Cache:
         return self
@@ -85,12 +102,13 @@ class Cache:
         return self._current().limits.boot
 
     def close(self) -> None:
-        """Disconnect; the daemon releases what this client held."""
+        """Disconnect. Leases end; arrays that still read the daemon's memory in place keep it leased until they are collected."""
         with self._lock:
             self._closed = True
-            if self._link is not None:
-                self._link.close()
-                self._link = None
+            for link in (self._link, self._greeting):
+                if link is not None:
+                    link.close("the client was closed")
+            self._link = self._greeting = None
 
     def namespace(
         self,
@@ -151,17 +169,44 @@ class Cache:
     # -- connection
 
     def _open(self) -> Link:
+        """A new link. Raises Unavailable, Refused.
+
+        A daemon that takes connections and does not answer is waited for once; after that its answer to the greeting is
+        looked for now and then, which costs no time.
+        """
         now = time.monotonic()
         if now < self._not_before:
             raise Unavailable(self._why)
         try:
-            link = Link(self.path, name=self._name, timeout=self._timeout)
+            link = self._greeted(self._greeting) or self._greeted(
+                Link(self.path, name=self._name, timeout=self._timeout)
+            )
+            assert link is not None, "a new link is greeted, or raises"
         except Unavailable as error:
             self._backoff = min(LAST_BACKOFF_SECONDS, self._backoff * 2 or FIRST_BACKOFF_SECONDS)
             self._not_before = time.monotonic() + self._backoff
             self._why = str(error)
             raise
         self._backoff = 0.0
+        self._hung = False
+        return link
+
+    def _greeted(self, link: Link | None) -> Link | None:
+        """``link``, once its greeting is answered; None for one that has died since it was made. Raises NotYet, Refused."""
+        if link is None:
+            return None
+        old, self._greeting = self._greeting, None
+        try:
+            link.greet(GLANCE_SECONDS if self._hung else self._timeout)
+        except NotYet:
+            self._greeting = link
+            self._hung = True
+            raise
+        except Unavailable:
+            link.retire()
+            if link is old:
+                return None
+            raise
         return link
 
     def _current(self) -> Link:
@@ -171,24 +216,20 @@ class Cache:
             Unavailable: there is none, and either a new attempt failed or its time has not come yet.
         """
         link = self._link
-        if link is not None and self._pid == os.getpid() and link.check_alive():
+        if link is not None and link.check_alive():
             return link
         with self._lock:
             if self._closed:
                 raise Unavailable("this client was closed; connect again")
-            if self._pid != os.getpid():
-                self._link = None  # a fork must not share its parent's connection
-                self._pid = os.getpid()
             link = self._link
             if link is None or link.dead:
                 if link is not None:
-                    link.close()
+                    self._hung = self._hung or link.hung
                     self._link = None
-                    if link.hung:
-                        # It took its connections and did not answer: don't lose the patience again at once.
-                        self._backoff = min(LAST_BACKOFF_SECONDS, self._backoff * 2 or self._timeout)
-                        self._not_before = time.monotonic() + self._backoff
-                        self._why = str(link.dead)
+                    link.retire()
+                if self._greeting is not None and self._greeting.dead:
+                    self._greeting.retire()
+                    self._greeting = None
                 self._link = link = self._open()
             return link
 
@@ -197,28 +238,35 @@ class Cache:
         if handle is None:
             answer = link.ask("namespace", space.registration(), self._timeout)
             handle = link.handles[space.id] = answer["ns"]
+            link.holding.warmer.ahead(link.holding.segments)
         return handle
 
     def _run(self, make: Callable[[Link], Operation[T]]) -> T:
         """Run an operation's steps on the current link."""
         link = self._current()
         operation: Operation[T] = make(link)
-        answer: Message | None = None
+        answer: Message = {}
         error: BaseException | None = None
-        while True:
-            try:
-                ask = operation.throw(error) if error is not None else operation.send(answer)  # type: ignore[arg-type]
-            except StopIteration as stop:
-                return stop.value  # type: ignore[no-any-return]
-            error = None
-            try:
-                fields = ask.fields
-                if ask.space is not None:
-                    fields = {"ns": self._handle(link, ask.space), **fields}
-                patience = ask.timeout + GRACE_SECONDS if ask.timeout else 0.0
-                answer = link.ask(ask.verb, fields, max(self._timeout, patience))
-            except (Unavailable, Refused, RequestError) as caught:
-                error = caught
+        try:
+            step = next(operation)
+            while True:
+                try:
+                    answer, error = self._step(link, step), None
+                except BaseException as caught:  # the operation cleans up, and raises it again
+                    error = caught
+                step = operation.send(answer) if error is None else operation.throw(error)
+        except StopIteration as stop:
+            return stop.value  # type: ignore[no-any-return]
+
+    def _step(self, link: Link, step: Ask | Work) -> Message:
+        if isinstance(step, Work):
+            for work in step.steps:
+                work()
+            return {}
+        fields = step.fields
+        if step.space is not None:
+            fields = {"ns": self._handle(link, step.space), **fields}
+        return link.ask(step.verb, fields, step.timeout + GRACE_SECONDS if step.timeout else self._timeout)
 
 
 class Space(SpaceCore):
@@ -313,9 +361,7 @@ class Space(SpaceCore):
         lease = Lease(link, self, hashes, timeout)
         if hashes:
             fields["ns"] = self._cache._handle(link, self)
-            lease._begin(fields)
-        else:
-            lease.finished = True
+        lease._begin(fields)
         return lease
 
     def store_keys(
@@ -331,7 +377,9 @@ class Space(SpaceCore):
             raise ValueError(
                 f"{len(payloads)} payloads for {max(0, len(hashes) - start)} full blocks from block {start} on"
             )
-        return self._cache._run(lambda owner: operations.store(owner, self, hashes, payloads, start, timeout))
+        return self._cache._run(
+            lambda owner: storing.store(owner, self, hashes, payloads, start, timeout, time.monotonic)
+        )
 
     def get(self, chain_hash: bytes, *, timeout: float = DEFAULT_LOAD_SECONDS) -> bytes | None:
         """One block's payload as bytes through the socket; None when it can't be had."""
@@ -353,9 +401,9 @@ class Lease(LeaseCore):
     """Blocks that the daemon holds for this client: a context manager, iterated head to tail."""
 
     def __init__(self, link: Link, space: Space, hashes: Sequence[bytes], timeout: float) -> None:
-        super().__init__(hashes, space.block_tokens, space.layout, link.segments, self._release)
+        super().__init__(hashes, space.block_tokens, space.layout, link.holding)
         self._link = link
-        self._timeout = timeout
+        self._deadline = time.monotonic() + timeout + GRACE_SECONDS
         self._call: Call | None = None
 
     def __enter__(self) -> Lease:
@@ -366,55 +414,59 @@ class Lease(LeaseCore):
     ) -> None:
         self.release()
 
-    def __len__(self) -> int:
-        """Blocks that have come so far."""
-        return len(self.blocks)
-
     def __iter__(self) -> Iterator[LoadedBlock]:
         index = 0
         while True:
             while index >= len(self.blocks):
-                if self.finished or not self._advance():
+                if not self._advance():
                     return
             self.check()
             yield self.blocks[index]
             index += 1
 
-    @property
-    def tokens(self) -> int:
-        """Tokens that the blocks which have come so far cover."""
-        return len(self.blocks) * self.block_tokens
-
     def wait(self) -> Lease:
         """Wait until all that can be had has come, at most as long as the load was given."""
-        while not self.finished and self._advance():
+        while self._advance():
             pass
         return self
 
     def release(self) -> None:
         """End the lease. A second release does nothing."""
-        if self._call is not None:
-            self._link.abandon(self._call)
-            self._call = None
+        self.end("it was released")
+
+    def end(self, reason: str) -> None:
+        """End it, for ``reason``; what is still on its way is given back."""
+        call, self._call = self._call, None
+        if call is not None:
             self.finished = True
-        self.end("released")
+            if self.lease_id is None:
+                self._link.abandon(call)
+        super().end(reason)
 
     def _begin(self, fields: Message) -> None:
+        if not self.keys:
+            self.finished = True
+            return
         self._call = self._link.begin("load", fields)
         self._advance()
 
     def _advance(self) -> bool:
         """Take the next frame of the answer; False when there is none to come."""
-        if self._call is None:
+        call = self._call
+        if call is None:
             return False
-        self.check()
         try:
-            answer = self._link.next(self._call, self._timeout + max(GRACE_SECONDS, CALL_SECONDS))
+            answer = self._link.next(call, self._deadline - time.monotonic())
+        except Refused:
+            self._call = None
+            self.finished = True
+            raise
         except Unavailable as error:
             # What has come is mapped here and stays as it is; only no more comes.
+            self._link.abandon(call)
+            self._call = None
             self.finished = True
             self.stopped = str(error)
-            self._call = None
             if not self.blocks:
                 raise
             return False
@@ -423,6 +475,3 @@ class Lease(LeaseCore):
             self.finished = True
             self._call = None
         return True
-
-    def _release(self, lease_id: int) -> None:
-        self._link.tell("release", {"lease": lease_id})

@@ -81,6 +81,8 @@ class Connection:
         self._reading = True
         self._closing = False
         self.closed = False
+        self.hung_up = False
+        """Was it the peer that ended it?"""
         loop.add_reader(self._fd, self._readable)
 
     @property
@@ -119,6 +121,7 @@ class Connection:
                 sent = 0
             except OSError as error:
                 _close_all(attached)
+                self.hung_up = isinstance(error, ConnectionError)
                 self.close(f"send failed: {error}")
                 return
             if sent:
@@ -164,9 +167,11 @@ class Connection:
         except (BlockingIOError, InterruptedError):
             return
         except OSError as error:
+            self.hung_up = isinstance(error, ConnectionError)
             self.close(f"receive failed: {error}")
             return
         if not count:
+            self.hung_up = True
             self.close("closed by the peer")
             return
         self._on_data(memoryview(self._buffer)[:count], fds)
@@ -179,6 +184,7 @@ class Connection:
             except (BlockingIOError, InterruptedError):
                 return
             except OSError as error:
+                self.hung_up = isinstance(error, ConnectionError)
                 self.close(f"send failed: {error}")
                 return
             self._queued -= sent

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from omlxd.errors import LeaseEnded
 from omlxd.storage.layout import Layout
@@ -16,9 +17,9 @@ from omlxd.storage.layout import Layout
 if TYPE_CHECKING:
     import mlx.core as mx
 
-    from omlxd.storage.mapping import SegmentMap
+    from omlxd.holding import Holding
 
-Slot = Sequence[int]  # segment, offset in bytes, payload bytes
+Slot = tuple[int, int, int]  # segment, offset in bytes, payload bytes
 
 
 class LoadedBlock:
@@ -27,32 +28,45 @@ class LoadedBlock:
     ``view`` and what is made from it read the daemon's memory in place. When the lease ends, views are released: using
     one afterwards raises ``ValueError`` (Python's own, for a released memoryview), asking for a new one raises
     :class:`LeaseEnded`. Arrays and slices that still refer to the memory keep the block leased until they are collected.
+
+    A lease may end while its bytes are being copied: an operator revokes it, the daemon cuts the connection. ``arrays``
+    notices that; who copies from ``view`` calls ``Lease.check`` afterwards.
     """
 
-    __slots__ = ("_anchor", "_layout", "_lease", "_slot", "_view", "key", "start", "stop")
+    __slots__ = ("_anchor", "_lease", "_slot", "_view", "index", "layout")
 
-    def __init__(self, lease: LeaseCore, key: bytes, start: int, stop: int, slot: Slot, layout: Layout | None) -> None:
-        self.key = key
-        self.start = start
-        self.stop = stop
+    def __init__(self, lease: LeaseCore, index: int, slot: Slot, layout: Layout | None) -> None:
+        self.index = index
+        """Its place among the blocks that were asked for."""
+        self.layout = layout
+        """How the payload splits into tensors; None in a namespace of raw bytes."""
         self._lease = lease
         self._slot = slot
-        self._layout = layout
         self._view: memoryview | None = None
-        self._anchor: np.ndarray[tuple[int], np.dtype[np.uint8]] | None = None
+        self._anchor: NDArray[np.uint8] | None = None
 
     def __repr__(self) -> str:
         return f"<LoadedBlock {self.key[:4].hex()} tokens {self.start}-{self.stop}, {self.nbytes} bytes>"
 
     @property
+    def key(self) -> bytes:
+        """The block's chain hash."""
+        return self._lease.keys[self.index]
+
+    @property
+    def start(self) -> int:
+        """Its first token's place in the prompt."""
+        return self.index * self._lease.block_tokens
+
+    @property
+    def stop(self) -> int:
+        """One past its last token's place."""
+        return (self.index + 1) * self._lease.block_tokens
+
+    @property
     def nbytes(self) -> int:
         """Payload bytes."""
         return self._slot[2]
-
-    @property
-    def layout(self) -> Layout | None:
-        """How the payload splits into tensors; None in a namespace of raw bytes."""
-        return self._layout
 
     @property
     def view(self) -> memoryview:
@@ -61,13 +75,18 @@ class LoadedBlock:
         Raises:
             LeaseEnded: the lease is over.
         """
-        if self._view is None:
-            self._lease.check()
+        lease = self._lease
+        lease.check()
+        view = self._view
+        if view is None:
             # Every view and slice that a user makes refers to the anchor, so that its end is the end of all of them.
-            anchor = np.frombuffer(self._lease.segments.view(*self._slot), dtype=np.uint8)
+            anchor = lease.holding.segments.slot(*self._slot)
             self._anchor = anchor
-            self._view = memoryview(anchor)
-        return self._view
+            self._view = view = memoryview(anchor)
+            if lease.ended:  # in another thread, meanwhile: it did not see this view
+                self._view = self._anchor = None
+                lease.check()
+        return view
 
     def arrays(self) -> list[mx.array | None]:
         """The payload's tensors as MLX arrays: no copy on Metal, one elsewhere.
@@ -76,9 +95,9 @@ class LoadedBlock:
             LeaseEnded: the lease is over, also when it ended while the bytes were being read.
             ValueError: the namespace has no layout.
         """
-        if self._layout is None:
+        if self.layout is None:
             raise ValueError("this namespace was made without a layout: use .view, or give one to Cache.namespace")
-        result = self._layout.unpack(self.view)
+        result = self.layout.unpack(self.view)
         self._lease.check()
         return result
 
@@ -92,10 +111,11 @@ class LoadedBlock:
 
     def _end(self, gone: Callable[[weakref.ref[object]], None]) -> weakref.ref[object] | None:
         """End the view; a reference to what is still in use, or None."""
-        if self._view is not None:
+        view, self._view = self._view, None
+        if view is not None:
             with contextlib.suppress(BufferError):  # an array reads it in place; the anchor says when that one is gone
-                self._view.release()
-            self._view = None
+                view.release()
+            del view
         if self._anchor is None:
             return None
         quiet = weakref.ref(self._anchor)
@@ -105,34 +125,39 @@ class LoadedBlock:
 
 
 class LeaseCore:
-    """What blocking and asyncio leases share: the blocks so far, and how it ends.
+    """What blocking and asyncio leases share: the blocks so far, and how it ends."""
 
-    ``send_release`` is called once, from whatever thread ends the lease or collects the last array over it.
-    """
-
-    def __init__(
-        self,
-        keys: Sequence[bytes],
-        block_tokens: int,
-        layout: Layout | None,
-        segments: SegmentMap,
-        send_release: Callable[[int], None],
-    ) -> None:
+    def __init__(self, keys: Sequence[bytes], block_tokens: int, layout: Layout | None, holding: Holding) -> None:
         self.keys = keys
         self.block_tokens = block_tokens
         self.blocks: list[LoadedBlock] = []
-        self.segments = segments
+        self.holding = holding
         self.lease_id: int | None = None
         self.stopped: str | None = None
         """Why it holds fewer blocks than were asked for; None while more may come, or when all are there."""
         self.finished = False
+        """Has everything come that will?"""
         self._layout = layout
-        self._send_release = send_release
-        self._lock = threading.RLock()
+        # No blocking locks: a lease may be ended, or its last array collected, inside the garbage collector. These two
+        # are flags that exactly one thread gets to set.
+        self._ending = threading.Lock()
+        self._telling = threading.Lock()
         self._ended: str | None = None
         self._in_use: dict[int, weakref.ref[object]] = {}
-        self._told = False
         self._swept = False
+
+    def __len__(self) -> int:
+        """Blocks that have come so far."""
+        return len(self.blocks)
+
+    def __del__(self) -> None:
+        if self._ended is None and self.lease_id is not None:
+            self.end("it was dropped")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the blocks which have come so far cover."""
+        return len(self.blocks) * self.block_tokens
 
     @property
     def ended(self) -> bool:
@@ -140,50 +165,60 @@ class LeaseCore:
         return self._ended is not None
 
     def check(self) -> None:
-        """Raise LeaseEnded when it is over."""
-        if self._ended is not None:
-            raise LeaseEnded(f"the lease on this block has ended: {self._ended}; load the prefix again")
+        """Raise LeaseEnded when it is over: released, revoked, or the daemon has cut the connection and goes on living."""
+        if self._ended is None:
+            lost = self.holding.lost()
+            if lost is None:
+                if self._ended is None:
+                    return
+            else:
+                self.end(lost)
+        raise LeaseEnded(f"the lease on this block has ended: {self._ended}; load the prefix again")
+
+    def end(self, reason: str) -> None:
+        """End it: views are released, and the daemon is told as soon as nothing reads its memory any more."""
+        if not self._ending.acquire(blocking=False):
+            return
+        self._ended = reason
+        for block in self.blocks:
+            reference = block._end(self._collected)
+            if reference is not None:
+                self._in_use[id(reference)] = reference
+                if reference() is None:  # collected before it was noted
+                    self._in_use.pop(id(reference), None)
+        if self._in_use and self.lease_id is not None:
+            self.holding.linger(self, self.lease_id)
+        self._swept = True
+        self._tell_if_unused()
 
     def take(self, part: dict[str, object]) -> None:
         """Take one frame of the answer to ``load``."""
         lease_id = part.get("lease")
-        if isinstance(lease_id, int):
+        if isinstance(lease_id, int) and self.lease_id is None:
             self.lease_id = lease_id
+            self.holding.add(self, lease_id)
+        if self._ended is not None:  # while this part was on its way
+            self._tell_if_unused()
+            return
         slots = part.get("slots")
         layouts = part.get("layouts")
-        own = layouts if isinstance(layouts, dict) else {}
-        for slot in slots if isinstance(slots, list) else ():
-            index = len(self.blocks)
-            start = index * self.block_tokens
-            raw = own.get(str(index))
-            layout = Layout.from_bytes(raw) if isinstance(raw, bytes) else self._layout
-            self.blocks.append(LoadedBlock(self, self.keys[index], start, start + self.block_tokens, slot, layout))
+        first = len(self.blocks)
+        if isinstance(slots, list):
+            layout = self._layout
+            self.blocks += [LoadedBlock(self, index, tuple(slot), layout) for index, slot in enumerate(slots, first)]
+            self.holding.warmer.soon([block._slot for block in self.blocks[first:]], write=False)
+        if isinstance(layouts, dict):
+            for index, raw in layouts.items():
+                self.blocks[int(index)].layout = Layout.from_bytes(raw)
         stopped = part.get("stopped")
         if isinstance(stopped, str):
             self.stopped = stopped
 
-    def end(self, reason: str, *, tell: bool = True) -> None:
-        """End it: views are released, and the daemon is told as soon as nothing reads its memory any more."""
-        with self._lock:
-            if self._ended is not None:
-                return
-            self._ended = reason
-            if not tell:
-                self._told = True
-            for block in self.blocks:
-                reference = block._end(self._collected)
-                if reference is not None:
-                    self._in_use[id(reference)] = reference
-            self._swept = True
+    def _collected(self, reference: weakref.ref[object]) -> None:
+        self._in_use.pop(id(reference), None)
+        if self._swept:  # else end() is at work, and looks itself
             self._tell_if_unused()
 
-    def _collected(self, reference: weakref.ref[object]) -> None:
-        with self._lock:
-            self._in_use.pop(id(reference), None)
-            if self._swept:  # the collector may run in the middle of end()
-                self._tell_if_unused()
-
     def _tell_if_unused(self) -> None:
-        if not self._told and not self._in_use and self.lease_id is not None:
-            self._told = True
-            self._send_release(self.lease_id)
+        if not self._in_use and self.lease_id is not None and self._telling.acquire(blocking=False):
+            self.holding.done(self.lease_id)

@@ -6,16 +6,13 @@ client run the same steps. An operation that is refused gets the error thrown in
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 
-import numpy as np
-
 from omlxd.errors import OmlxdError
 from omlxd.protocol import Message
-from omlxd.results import Hit, StoreResult
+from omlxd.results import Hit
 from omlxd.storage.blocks import HASH_BYTES, block_key
 from omlxd.storage.chain import ExtraKey, Namespace, Tokens, chain_hashes
 from omlxd.storage.layout import Layout
@@ -23,14 +20,15 @@ from omlxd.storage.layout import Layout
 if TYPE_CHECKING:
     import mlx.core as mx
 
-    from omlxd.storage.mapping import SegmentMap
+    from omlxd.holding import Holding
 
     Payload = bytes | bytearray | memoryview | Sequence[mx.array | None]
 
 MISS, PENDING, RAM, SSD = range(4)
-GRACE_SECONDS = 2.0
+DEFAULT_LOAD_SECONDS = 30.0
+DEFAULT_STORE_SECONDS = 2.0
+GRACE_SECONDS = 1.0
 """How much longer than the deadline that the daemon was given a client waits for its answer."""
-WINDOW_BLOCKS = 512
 HEAD_GROUP = bytes(4)
 
 T = TypeVar("T")
@@ -40,7 +38,7 @@ Ranges: TypeAlias = "Sequence[tuple[int, ExtraKey]] | None"
 
 @dataclass(slots=True)
 class Ask:
-    """Ask the daemon; the body of the last frame is sent back."""
+    """Ask the daemon; the body of the last frame is sent back into the operation."""
 
     verb: str
     fields: Message
@@ -49,7 +47,15 @@ class Ask:
     """Seconds that the daemon itself may take; the client's own patience comes on top."""
 
 
-Operation = Generator[Ask, Message, T]
+@dataclass(slots=True)
+class Work:
+    """Move bytes: run ``steps`` in order. ``anywhere``: on any thread, rather than on the caller's."""
+
+    steps: Sequence[Callable[[], None]]
+    anywhere: bool = True
+
+
+Operation = Generator[Ask | Work, Message, T]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +75,7 @@ class Owner(Protocol):
     """What an operation needs of the connection that runs it."""
 
     @property
-    def segments(self) -> SegmentMap: ...  # noqa: D102
+    def holding(self) -> Holding: ...  # noqa: D102
     @property
     def limits(self) -> Limits: ...  # noqa: D102
 
@@ -147,107 +153,6 @@ def load_fields(hashes: Sequence[bytes], mode: str, timeout: float, prefill_toke
     return fields
 
 
-@dataclass(slots=True)
-class _Offer:
-    """One payload that is offered: its size, how to write it, its layout where it is an own one."""
-
-    nbytes: int
-    write: Callable[[memoryview], None]
-    layout: bytes | None = None
-
-
-def _offer(payload: Payload, layout: Layout | None) -> _Offer:
-    if isinstance(payload, bytes | bytearray | memoryview):
-        source = np.frombuffer(payload, dtype=np.uint8)
-        if layout is not None and source.nbytes != layout.nbytes:
-            raise ValueError(
-                f"payload has {source.nbytes} bytes, the namespace's layout {layout.nbytes}: give its tensors instead"
-            )
-
-        def copy(out: memoryview) -> None:
-            np.copyto(np.frombuffer(out, dtype=np.uint8), source)  # releases the GIL, which a memoryview does not
-
-        return _Offer(source.nbytes, copy)
-    arrays = list(payload)
-    if layout is None:
-        raise ValueError("this namespace was made without a layout: give bytes, or give a layout to Cache.namespace")
-    own = layout
-    raw: bytes | None = None
-    if not layout.matches(arrays):
-        own = Layout.of(arrays)
-        raw = own.to_bytes()
-
-    def pack(out: memoryview) -> None:
-        own.pack_into(arrays, out)
-
-    return _Offer(own.nbytes, pack, raw)
-
-
-def store(
-    owner: Owner,
-    space: SpaceCore,
-    hashes: Sequence[bytes],
-    payloads: Sequence[Payload],
-    first: int,
-    timeout: float,
-) -> Operation[StoreResult]:
-    """Store ``payloads`` as the blocks ``first``, ``first + 1``, ... of the chain ``hashes``.
-
-    Slots are reserved a window at a time (one round trip), written here, and completed (one round trip).
-    """
-    payloads = list(payloads)[: max(0, len(hashes) - first)]
-    present = stored = nbytes = 0
-    declined: Counter[str] = Counter()
-    at = 0
-    while at < len(payloads):
-        offers: list[_Offer] = []
-        size = 0
-        for payload in payloads[at : at + WINDOW_BLOCKS]:
-            offer = _offer(payload, space.layout)
-            if offers and size + offer.nbytes > owner.limits.max_reserve:
-                break
-            offers.append(offer)
-            size += offer.nbytes
-        begin = first + at
-        sizes = {offer.nbytes for offer in offers}
-        answer = yield Ask(
-            "prepare_store",
-            {
-                "keys": pack_keys(hashes[: begin + len(offers)]),
-                "first": begin,
-                "sizes": sizes.pop() if len(sizes) == 1 else [offer.nbytes for offer in offers],
-                "layouts": {str(index): offer.layout for index, offer in enumerate(offers) if offer.layout is not None},
-                "timeout": timeout,
-            },
-            space,
-            timeout,
-        )
-        present += answer["present"]
-        declined.update(answer["declined"])
-        reservations: list[int] = []
-        try:
-            for index, reservation, segment, offset in answer["slots"]:
-                reservations.append(reservation)
-                offers[index].write(owner.segments.writable(segment, offset, offers[index].nbytes))
-        except BaseException:
-            # What can't be written is taken back, all of it: a block is stored whole or not at all.
-            every = [reservation for _, reservation, _, _ in answer["slots"]]
-            yield Ask("complete_store", {"reservations": every, "ok": False}, space)
-            raise
-        if reservations:
-            done = yield Ask("complete_store", {"reservations": reservations, "ok": True}, space)
-            stored += done["stored"]
-            if done["stored"] == len(reservations):
-                nbytes += sum(offers[index].nbytes for index, *_ in answer["slots"])
-        at += len(offers)
-        if any(reason not in ("pending", "too_large") for reason in answer["declined"]):
-            declined["after_a_declined_block"] += len(payloads) - at
-            if declined["after_a_declined_block"] == 0:
-                del declined["after_a_declined_block"]
-            break
-    return StoreResult(stored, present, dict(declined), nbytes)
-
-
 def put(space: SpaceCore, chain_hash: bytes, payload: bytes, parent: bytes | None, position: int) -> Operation[bool]:
     """Store one block with its payload inline: for small blocks and clients that can't map memory."""
     fields: Message = {"keys": pack_keys([chain_hash]), "payload": payload, "position": position}
@@ -264,3 +169,13 @@ def get(space: SpaceCore, chain_hash: bytes, timeout: float) -> Operation[bytes 
     if payload is not None and not isinstance(payload, bytes):
         raise OmlxdError(f"the daemon answered get with {type(payload).__name__}, not bytes")
     return payload
+
+
+def undo(body: Message) -> tuple[str, Message] | None:
+    """What to tell the daemon about an answer that nobody waits for any more: to take back what it gave."""
+    lease = body.get("lease")
+    if isinstance(lease, int):
+        return "release", {"lease": lease}
+    if body.get("slots"):
+        return "complete_store", {"reservations": [slot[1] for slot in body["slots"]], "ok": False}
+    return None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from omlxd.fields import Fields
 from omlxd.protocol import Code, Message, RequestError
 from omlxd.storage import upkeep
+from omlxd.storage.tiers import UnknownId
 from omlxd.verbs import verb
 
 if TYPE_CHECKING:
@@ -57,11 +58,27 @@ def leases(session: Session, fields: Fields, request_id: int) -> Message:
             "blocks": len(load.blocks),
             "bytes": load.nbytes,
             "seconds": now - load.since,
+            "revoked": load.revoked,
         }
         for other in session.server.sessions.values()
         for load in session.server.store.leases_of(other)
     ]
     return {"leases": rows}
+
+
+@verb("revoke")
+def revoke(session: Session, fields: Fields, request_id: int) -> Message:
+    """End a lease of any client (``lease``: its number in ``leases``); its client is told, and its views end."""
+    store = session.server.store
+    lease_id = fields.integer("lease", 0, 1 << 63)
+    try:
+        owner = store.revoke(lease_id)
+    except UnknownId as error:
+        raise RequestError(Code.UNKNOWN_LEASE, str(error)) from None
+    for other in session.server.sessions.values():
+        if other is owner:
+            other.tell({"revoked": [lease_id]})
+    return {"lease": lease_id, "seconds": store.settings.seize_seconds}
 
 
 @verb("remove")

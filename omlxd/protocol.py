@@ -205,8 +205,13 @@ class ServerSide:
         return encode({"i": request_id, "err": {"code": str(code), "message": message}})
 
     @staticmethod
+    def event(body: Message) -> bytes:
+        """Something that the client did not ask for and has to know: ``revoked`` leases, ``dropped_segments``."""
+        return encode({"i": None, "ok": body})
+
+    @staticmethod
     def farewell(error: ProtocolError) -> bytes:
-        """What is said before a connection is closed for a :class:`ProtocolError`."""
+        """What is said before a connection is closed."""
         return encode({"i": None, "err": {"code": str(error.code), "message": str(error)}})
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from omlxd import explain_verbs, keeping_verbs, operator_verbs
+from omlxd.exits import ProcessWatch
 from omlxd.history import History
 from omlxd.namespaces import NamespaceInfo, Namespaces
 from omlxd.peer import peer_of
@@ -22,6 +23,7 @@ from omlxd.protocol import MAX_FRAME_BYTES, Code, RequestError
 from omlxd.report import About, Reporter
 from omlxd.session import Session
 from omlxd.storage import upkeep
+from omlxd.storage.arena import Segment
 from omlxd.storage.tiers import Store
 from omlxd.subscriptions import Subscriptions
 
@@ -78,6 +80,7 @@ class Server:
         self.live: Live | None = None
         self.models: ModelFolders | None = None
         self.on_shutdown = on_shutdown
+        store.ram.arena.on_segment(self._segment_changed)
         self._uid = os.getuid() if uid is None else uid
         self._listening: list[socket.socket] = []
         self._next = 1
@@ -99,9 +102,9 @@ class Server:
         self._listening.clear()
 
     def close_sessions(self, reason: str) -> None:
-        """End all connections."""
+        """End all connections, for good: clients are told that what they have leased stays as it is."""
         for session in list(self.sessions.values()):
-            session.close(reason)
+            session.close(reason, Code.SHUTTING_DOWN)
 
     def refuse_when_closing(self) -> None:
         """Raise RequestError when the daemon is about to end."""
@@ -148,12 +151,24 @@ class Server:
                     if why := space.descriptor.get("retired"):
                         self.retire(info, str(why))
 
+    def _segment_changed(self, segment: Segment, added: bool) -> None:
+        if not added:
+            for session in self.sessions.values():
+                session.segment_dropped(segment.id)
+
     def session_closed(self, session: Session, reason: str) -> None:
         """Release all that a client held."""
         self.sessions.pop(session.number, None)
         log.info("%r has gone: %s", session, reason)
-        # The process may live on with the memory mapped, unless it hung up by itself.
-        self.store.owner_gone(session, may_still_write=_alive(session.peer.pid))
+        # The process may live on with the memory mapped. One that hung up by itself does not read there any more; whether
+        # it writes is not taken on trust.
+        process = ProcessWatch(session.peer.pid)
+        lives = not process.ended()
+        give_back = self.store.owner_gone(session, may_still_write=lives, may_still_read=lives and not session.hung_up)
+        if give_back is None:
+            process.close()
+        else:
+            process.call_when_ended(give_back, self.store.settings.seize_seconds)
 
     def _accept(self, listening: socket.socket) -> None:
         for _ in range(16):
@@ -196,13 +211,3 @@ def _groups_of(uid: int) -> list[int]:
     except KeyError:
         return []
     return [user.pw_gid, *(g.gr_gid for g in grp.getgrall() if user.pw_name in g.gr_mem)]
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return pid > 0

@@ -8,7 +8,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from omlxd.connection import Connection
@@ -77,12 +77,16 @@ class Session:
 
     def ok(self, request_id: int, result: Message, blocks: Sequence[RamBlock] = ()) -> None:
         """The last frame of an answer. ``blocks``: what it refers to; unknown segments' descriptors go with it."""
-        pairs, fds = self._new_segments(request_id, blocks)
+        self.ok_with_segments(request_id, result, _segments_of(blocks))
+
+    def ok_with_segments(self, request_id: int, result: Message, segments: Iterable[int]) -> None:
+        """As ``ok``; the descriptors of these segments go with it, where the client has not got them."""
+        pairs, fds = self._new_segments(request_id, segments)
         self._connection.send(self._protocol.ok(request_id, result, pairs), fds)
 
     def more(self, request_id: int, part: Message, blocks: Sequence[RamBlock] = ()) -> None:
         """A part of an answer."""
-        pairs, fds = self._new_segments(request_id, blocks)
+        pairs, fds = self._new_segments(request_id, _segments_of(blocks))
         self._connection.send(self._protocol.more(request_id, part, pairs), fds)
 
     def error(self, request_id: int, code: Code, message: str) -> None:
@@ -90,12 +94,30 @@ class Session:
         self.server.counts[f"refused_{code}"] += 1
         self._connection.send(self._protocol.error(request_id, code, message))
 
-    def close(self, reason: str) -> None:
-        """End the connection."""
-        self._connection.close(reason)
+    def tell(self, event: Message) -> None:
+        """Say something that the client did not ask for."""
+        self._connection.send(self._protocol.event(event))
 
-    def _new_segments(self, request_id: int, blocks: Sequence[RamBlock]) -> tuple[list[tuple[int, int]], list[int]]:
-        new = {b.extent.segment for b in blocks if b.extent is not None} - self._known_segments
+    def segment_dropped(self, segment: int) -> None:
+        """A segment is no more: the client lets go of it, or its memory would not go back to the system."""
+        if segment in self._known_segments:
+            self._known_segments.discard(segment)
+            self.tell({"dropped_segments": [segment]})
+
+    def close(self, reason: str, code: Code | None = None) -> None:
+        """End the connection; with ``code`` the client is told why."""
+        if code is None:
+            self._connection.close(reason)
+        else:
+            self._connection.finish(self._protocol.farewell(ProtocolError(code, reason)), reason)
+
+    @property
+    def hung_up(self) -> bool:
+        """Has the client ended the connection, rather than the daemon? It then does not use the memory any more."""
+        return self._connection.hung_up
+
+    def _new_segments(self, request_id: int, of: Iterable[int]) -> tuple[list[tuple[int, int]], list[int]]:
+        new = set(of) - self._known_segments
         if not new:
             return [], []
         self._known_segments |= new
@@ -177,3 +199,7 @@ class Session:
         for task in self._tasks:
             task.cancel()
         self.server.session_closed(self, reason)
+
+
+def _segments_of(blocks: Sequence[RamBlock]) -> set[int]:
+    return {block.extent.segment for block in blocks if block.extent is not None}

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from omlxd.fields import MAX_BLOCK_BYTES, Fields
+from omlxd.operations import DEFAULT_LOAD_SECONDS, DEFAULT_STORE_SECONDS
 from omlxd.protocol import KEY_BYTES, MIN_VERSION, VERSION, Code, Message, RequestError
 from omlxd.storage.blocks import BlockMeta
 from omlxd.storage.loads import Part
@@ -26,9 +27,9 @@ Verb: TypeAlias = "Callable[[Session, Fields, int], Answer]"
 
 VERBS: dict[str, Verb] = {}
 
-DEFAULT_LOAD_SECONDS = 30.0
-DEFAULT_STORE_SECONDS = 2.0
 MAX_LEASES = 4096
+FDS_AT_HELLO = 32
+"""So many descriptors go with one frame."""
 
 
 def verb(name: str) -> Callable[[Verb], Verb]:
@@ -42,8 +43,8 @@ def verb(name: str) -> Callable[[Verb], Verb]:
 
 
 @verb("hello")
-def hello(session: Session, fields: Fields, request_id: int) -> Message:
-    """Agree on a version; say who is who and what the limits are."""
+def hello(session: Session, fields: Fields, request_id: int) -> None:
+    """Agree on a version; say who is who, what the limits are, and which segments there are."""
     versions = fields.numbers("versions", most=2)
     if len(versions) != 2 or versions[0] > VERSION or versions[1] < MIN_VERSION:
         raise RequestError(
@@ -54,15 +55,18 @@ def hello(session: Session, fields: Fields, request_id: int) -> Message:
         session.name = fields.text("client", longest=200)
     session.greeted()
     server = session.server
-    return {
+    answer: Message = {
         "version": min(VERSION, versions[1]),
         "boot": server.boot,
         "pid": server.pid,
         "max_frame": server.settings.max_frame,
         "max_reserve": server.store.settings.max_reserved_bytes,
         "page": server.store.ram.arena.page_bytes,
-        "capabilities": ["prefetch", "touch", "deadline"],
+        "capabilities": ["prefetch", "touch", "deadline", "revoke"],
     }
+    # Others come with the first answer that refers to them.
+    session.ok_with_segments(request_id, answer, sorted(server.store.ram.arena.segments)[:FDS_AT_HELLO])
+    return
 
 
 @verb("namespace")

@@ -12,6 +12,7 @@ import mmap
 import os
 import sys
 
+from omlxd.storage import pages
 from omlxd.storage.extents import ExtentAllocator
 
 
@@ -26,7 +27,9 @@ class Segment:
         self.fd = open_shared_memory(nbytes)
         try:
             # Only ever let go of, never closed: views of it may be in use, and the last one unmaps it.
-            self.memory = memoryview(mmap.mmap(self.fd, nbytes))
+            mapped = mmap.mmap(self.fd, nbytes)
+            pages.advise_huge(mapped)
+            self.memory = memoryview(mapped)
         except BaseException:
             os.close(self.fd)
             raise

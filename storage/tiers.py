@@ -79,6 +79,7 @@ class Store:
         """What took how long: loads, restores and commits; what passed between two uses, and between the last and eviction."""
         self.journal = Journal(self._is_in_other_tier)
         self.closing = False
+        self._closed = False
         self._clock = clock
         self._ids = itertools.count(1)
         self._owners = Owners()
@@ -144,12 +145,16 @@ class Store:
         if self.restorer is not None:
             await self.restorer.stop()
         if self.spiller is not None:
-            await self.spiller.drain(progress)
+            left = -1
+            while self.spiller.dirty_blocks and self.spiller.dirty_blocks != left:  # stores that end now add some
+                left = self.spiller.dirty_blocks
+                await self.spiller.drain(progress)
             await self.spiller.stop()
         self._coders.shutdown(wait=True)
         if self.ssd is not None:
             await asyncio.get_running_loop().run_in_executor(self._writer, self.ssd.close)
         self._writer.shutdown(wait=True)
+        self._closed = True
         self.ram.arena.close()
 
     # -- looking
@@ -328,7 +333,7 @@ class Store:
         is called; None when nothing is kept.
         """
         state = self._owners.pop(owner)
-        if state is None:
+        if state is None or self._closed:
             return None
         kept: list[RamBlock] = []
         leases: list[Load] = []
