@@ -151,23 +151,27 @@ class Spiller:
         self._wake.set()
 
     async def drain(self, progress: Callable[[int], None] | None = None) -> None:
-        """Write all that is dirty now or becomes so meanwhile; ``progress`` is told the bytes still to go after each group.
+        """Write all that is dirty now; ``progress`` is told the bytes still to go after each group.
 
-        Returns early when the disk refuses; what it did not take is parked then.
+        What becomes dirty meanwhile is not waited for: engines may go on storing. Returns early when the disk refuses;
+        what it did not take is parked then.
         """
         self._draining += 1
         self._wake.set()
         try:
-            while self._dirty or self.busy:
+            waiting = {key: block.meta.nbytes for key, (block, _) in self._dirty.items()}
+            while waiting:
                 if self._task is None or self._task.done():
                     break
                 if progress is not None:
-                    progress(self.dirty_bytes)
+                    progress(sum(waiting.values()))
                 self._wake.set()
-                self._step = asyncio.Event()
+                if self._step is None:
+                    self._step = asyncio.Event()
                 await self._step.wait()
+                waiting = {key: nbytes for key, nbytes in waiting.items() if key in self._dirty}
             if progress is not None:
-                progress(self.dirty_bytes)
+                progress(sum(waiting.values()))
         finally:
             self._draining -= 1
 
