@@ -27,6 +27,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import lmdb
+
 from omlxd.policy.base import CachePolicy, RequestContext
 from omlxd.policy.registry import get_policy
 from omlxd.policy.switching import switched
@@ -40,7 +42,7 @@ from omlxd.storage.ssd_health import look
 from omlxd.storage.ssd_heap import keep_freed_memory
 from omlxd.storage.ssd_index import Entry, SpaceTotals
 from omlxd.storage.ssd_ledger import Ledger
-from omlxd.storage.ssd_load import Opened, count_rows, open_store, other_bytes
+from omlxd.storage.ssd_load import Opened, boot_id, count_rows, open_store, other_bytes
 from omlxd.storage.ssd_plan import CommitOutcome, CommitPlan, Health, State
 from omlxd.storage.ssd_reader import Reader
 from omlxd.storage.ssd_records import EncodedBlock, checksum
@@ -77,6 +79,7 @@ class _Settings:
     min_free: int
     durability: Durability
     codec: str
+    boot: str
 
 
 class SsdTier:
@@ -120,11 +123,13 @@ class SsdTier:
         clock: Callable[[], float],
         free_space: Callable[[Path], int],
         elsewhere: Callable[[bytes], bool] = lambda key: False,
+        boot: str | None = None,
     ) -> SsdTier:
         """Open or create the store at ``path``. Blocking: before the loop starts, or on the writer's thread.
 
         ``limit`` and ``min_free`` in bytes; ``clock``: seconds since the epoch; ``free_space``: bytes free on
-        the volume of a path. A store that is broken is moved aside and a new one begun: ``aside`` then says why.
+        the volume of a path; ``boot`` names this run of the machine (None: ask the system). A store that is broken is
+        moved aside and a new one begun: ``aside`` then says why.
         Raises ``SsdLocked`` (another owner), ``OSError`` (the disk) and ``ValueError`` (a limit below
         ``MIN_LIMIT``, an unknown policy, codec or durability).
         """
@@ -134,7 +139,7 @@ class SsdTier:
             )
         if durability not in DURABILITIES:
             raise ValueError(f"unknown durability {durability!r}; choose one of {', '.join(DURABILITIES)}")
-        settings = _Settings(limit, policy, min_free, durability, codec)
+        settings = _Settings(limit, policy, min_free, durability, codec, boot if boot is not None else boot_id())
         keep_freed_memory(2 * LARGEST_GROUP)
         opened = _open(path, settings)
         return cls(path, settings, opened, clock=clock, free_space=free_space, elsewhere=elsewhere)
@@ -181,17 +186,19 @@ class SsdTier:
 
         With ``clean`` False the store stays as a crash would leave it: what was committed is there.
         """
+        closed = False
         if clean and self.writable:
             try:
                 self._ledger.warm()
                 self._finish_chores()
                 ledger = self._ledger
                 save_state(self._environment, ledger.policy, ledger.index.entries, ledger.room)
-            except (SsdError, OSError) as error:
+                closed = True
+            except (SsdError, OSError, lmdb.Error) as error:
                 log.warning("the store %s could not be closed in order: %s", self.path, error)
         self._environment.close()
         if self._lock is not None:
-            self._lock.release()
+            self._lock.release(closed=closed)
 
     def _finish_chores(self) -> None:
         self._ledger.persist()
@@ -389,6 +396,8 @@ class SsdTier:
 
     def probe(self) -> Health:
         """Writer. Look at the disk; opens a store again that had vanished or was read-only, where that is possible."""
+        if self._lock is not None:
+            self._lock.is_well()
         policy = self._ledger.policy
         built = policy.build() if isinstance(policy, WarmingPolicy) else None
         return replace(look(self._environment, self.state, self._free_space, self._reopen), policy=built)
@@ -494,4 +503,5 @@ def _open(path: Path, settings: _Settings) -> Opened:
         keep_aside_bytes=settings.limit >> 4,
         durability=settings.durability,
         make_policy=make_policy,
+        boot=settings.boot,
     )

@@ -12,6 +12,7 @@ import gc
 import logging
 import os
 import shutil
+import struct
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ import psutil
 from omlxd.policy.base import CachePolicy
 from omlxd.storage.environment import DATA_NAME, Durability, Environment, Pages
 from omlxd.storage.ssd_commit import COUNTERS, Row, unpack_row
-from omlxd.storage.ssd_errors import Damaged, DiskTrouble, SsdError, StoreBroken
+from omlxd.storage.ssd_errors import Damaged, DiskTrouble, StoreBroken
 from omlxd.storage.ssd_index import Entry, Index, SpaceTotals
 from omlxd.storage.ssd_lock import StoreLock
 from omlxd.storage.ssd_records import unpack_fields
@@ -33,6 +34,8 @@ from omlxd.storage.ssd_warmup import WARM_AT_ONCE, WarmingPolicy
 
 log = logging.getLogger(__name__)
 
+FAILURES_TO_CHECK = 3
+"""So many owners in a row that did not close the store make it suspect."""
 ASIDE_NAME = "set-aside"
 CLEAN = b"clean"
 _NUMBERS = 1  # msgpack extension: record numbers, 64-bit words
@@ -71,12 +74,13 @@ def open_store(
     keep_aside_bytes: int,
     durability: Durability,
     make_policy: Callable[[], CachePolicy],
+    boot: str,
 ) -> Opened:
-    """Open or create the store at ``path``. Raises ``SsdLocked``, ``OSError``."""
+    """Open or create the store at ``path``; ``boot`` names this run of the machine. Raises ``SsdLocked``, ``OSError``."""
     readonly = False
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock: StoreLock | None = StoreLock.acquire(path)
+        lock: StoreLock | None = StoreLock.acquire(path, boot, durability)
         _tag(path)
     except OSError as error:
         if error.errno != errno.EROFS or not (path / DATA_NAME).exists():
@@ -85,6 +89,8 @@ def open_store(
     try:
         aside = ""
         try:
+            if lock is not None and _is_suspect(lock, boot):
+                check_structure(path)
             opened = _open(path, map_bytes, durability, make_policy, readonly, lock)
         except (StoreBroken, Damaged) as error:
             if readonly:
@@ -127,6 +133,37 @@ def _open(
         if collecting:
             gc.enable()
     return opened
+
+
+def _is_suspect(lock: StoreLock, boot: str) -> bool:
+    """May the trees be torn, so that to follow them could end the process?
+
+    After a crash of the process alone the kernel's cache is whole. After a crash of the machine the file is
+    what the disk had, which is in order only if each commit was synced. And a store at which owner after
+    owner dies is looked at before it takes the next one.
+    """
+    previous = lock.previous
+    if previous is None or previous.closed:
+        return False
+    return lock.failures >= FAILURES_TO_CHECK or (previous.durability != "commit" and previous.boot != boot)
+
+
+def check_structure(path: Path) -> None:
+    """Go through LMDB's trees without LMDB, which trusts them. Raises ``StoreBroken`` with what was found."""
+    data = path / DATA_NAME
+    if not data.exists() or not data.stat().st_size:
+        return
+    log.info("checking the structure of %s, since it may be torn", data)
+    try:
+        from lmdb.verify import VerifyError, verify
+    except ImportError:
+        raise StoreBroken(path, "it may be torn, and this py-lmdb (before 3.0) has no means to check it") from None
+    try:
+        found: list[str] = verify(str(path))  # type: ignore[no-untyped-call]
+    except (VerifyError, ValueError, IndexError, struct.error) as error:
+        raise StoreBroken(path, f"its structure cannot be read: {error}") from error
+    if found:
+        raise StoreBroken(path, f"its structure is damaged in {len(found)} places: {found[0]}")
 
 
 def _tag(path: Path) -> None:
@@ -325,6 +362,3 @@ def boot_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
     except OSError:
         return f"{psutil.boot_time():.0f}"
-
-
-__all__ = ["ASIDE_NAME", "CLEAN", "STATE", "Opened", "SsdError", "boot_id", "open_store", "other_bytes", "set_aside"]

@@ -12,7 +12,6 @@ its ``mdb.c``): both put the page number first in each page; their page headers 
 from __future__ import annotations
 
 import ctypes
-import ctypes.util
 import errno
 import fcntl
 import os
@@ -175,7 +174,7 @@ _F_PUNCHHOLE = 99  # <sys/fcntl.h> of macOS: struct fpunchhole {flags, reserved,
 
 @cache
 def _libc() -> ctypes.CDLL:
-    libc = ctypes.CDLL(ctypes.util.find_library("c"), use_errno=True)
+    libc = ctypes.CDLL(None, use_errno=True)
     libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
     return libc
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from omlxd.storage.blocks import BlockMeta, block_key
-from omlxd.storage.ssd import CommitOutcome, SsdTier
+from omlxd.storage.ssd import CommitOutcome, Damaged, SsdTier
 
 NAMESPACE = b"n" * 32
 OTHER = b"o" * 32
@@ -52,6 +52,7 @@ def open_tier(
     codec: str = "raw",
     durability: str = "commit",
     free_space: Callable[[Path], int] = lambda path: PLENTY,
+    boot: str = "first",
 ) -> SsdTier:
     return SsdTier.open(
         path,
@@ -62,6 +63,7 @@ def open_tier(
         durability=durability,  # type: ignore[arg-type]
         clock=Clock(),
         free_space=free_space,
+        boot=boot,
     )
 
 
@@ -125,3 +127,16 @@ def assert_exact(tier: SsdTier) -> None:
     assert tier.recount() == {space.id: (space.blocks, space.nbytes, space.stored_bytes) for space in tier.namespaces()}
     for entry in entries:
         assert restore(tier, entry.key) == payload_of(entry.key, entry.nbytes)
+
+
+def read_all(tier: SsdTier) -> int:
+    """Restore everything; what is damaged is told to the tier, what is served must be right. Returns how many were."""
+    served = 0
+    for key, entry in list(tier.entries.items()):
+        try:
+            assert restore(tier, key) == payload_of(key, entry.nbytes)
+            served += 1
+        except Damaged as error:
+            tier.damaged(key, error.reason)
+            assert key not in tier
+    return served
