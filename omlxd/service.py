@@ -131,6 +131,7 @@ Description=omlxd's socket
 ListenStream={str(service.socket).replace("%", "%%")}
 SocketMode=0600
 DirectoryMode=0700
+RemoveOnStop=yes
 TriggerLimitIntervalSec=60
 TriggerLimitBurst=20
 

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import os
 import plistlib
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from omlxd.service import (
     systemd_socket,
     this_command,
 )
+from scripts.daemon_process import CHECKOUT
 
 # Keys of launchd.plist(5) with the type of their values, those of the dictionaries in it included.
 LAUNCHD_KEYS: dict[str, type | tuple[type, ...]] = {
@@ -189,3 +192,22 @@ def test_refusal_of_the_service_manager_is_passed_on(tmp_path: Path) -> None:
     run = Commands({"daemon-reload": (1, "Failed to connect to bus: No medium found")})
     with pytest.raises(ServiceError, match="systemctl --user daemon-reload: Failed to connect to bus"):
         Systemd(tmp_path, run).install(service(tmp_path), start=False)
+
+
+def _why_no_systemd() -> str:
+    if sys.platform != "linux" or os.getuid() != 0:
+        return "needs root on Linux, for a mount namespace"
+    if not Path("/lib/systemd/systemd").exists() or shutil.which("unshare") is None:
+        return "systemd or unshare is not installed"
+    return ""
+
+
+@pytest.mark.root
+@pytest.mark.slow
+@pytest.mark.skipif(bool(_why_no_systemd()), reason=_why_no_systemd())
+def test_life_of_the_service_under_a_real_systemd(tmp_path: Path) -> None:
+    """Installed, started by a connection, killed, stopped, misconfigured, mended, uninstalled."""
+    command = ["unshare", "-m", sys.executable, "-m", "tests.omlxd.systemd_session", str(tmp_path)]
+    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().splitlines()[-1] == "all is well"
