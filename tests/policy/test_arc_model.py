@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from omlxd.policy import ARCCachePolicy, ChunkStatus, RequestContext
 from tests.policy.models import LONG, LONG_STEPS, MACHINE, ARCModel, key_of
@@ -23,15 +30,20 @@ class ARCMachine(RuleBasedStateMachine):
         self.model = ARCModel(CAPACITY)
         self.slots = 0
 
-    @rule(key=KEYS, ready=st.booleans())
-    def insert(self, key: bytes, ready: bool) -> None:
-        if self.policy.get(key) is not None:
-            return
-        chunk = ChunkStatus(self.slots)
-        self.slots += 1
-        chunk.ref_cnt = 0 if ready else -1
-        self.policy.insert(key, chunk)
-        self.model.insert(key, chunk)
+    @initialize(keys=st.lists(KEYS, unique=True))
+    def fill(self, keys: list[bytes]) -> None:
+        self.insert(keys, True)
+
+    @rule(keys=st.lists(KEYS, min_size=1, max_size=6, unique=True), ready=st.booleans())
+    def insert(self, keys: list[bytes], ready: bool) -> None:
+        for key in keys:
+            if self.policy.get(key) is not None:
+                continue
+            chunk = ChunkStatus(self.slots)
+            self.slots += 1
+            chunk.ref_cnt = 0 if ready else -1
+            self.policy.insert(key, chunk)
+            self.model.insert(key, chunk)
 
     @rule(key=KEYS, change=st.sampled_from([-1, 1]))
     def transfer(self, key: bytes, change: int) -> None:
@@ -75,11 +87,11 @@ class ARCMachine(RuleBasedStateMachine):
         self.policy.on_request_finished(groups, inserted - reused, reused, ctx)
         self.model.finish(groups, inserted - reused, reused, ctx)
 
-    @rule(n=st.integers(0, 8), protected=st.frozensets(KEYS, max_size=4))
+    @rule(n=st.integers(0, 3) | st.integers(0, 8), protected=st.frozensets(KEYS, max_size=4))
     def evict(self, n: int, protected: frozenset[bytes]) -> None:
         assert self.policy.evict(n, protected) == self.model.evict(n, set(protected))
 
-    @rule(need=st.integers(1, 8), protected=st.frozensets(KEYS, max_size=4))
+    @rule(need=st.integers(1, 3), protected=st.frozensets(KEYS, max_size=4))
     def evict_until(self, need: int, protected: frozenset[bytes]) -> None:
         asked: list[bytes] = []
 
@@ -89,7 +101,7 @@ class ARCMachine(RuleBasedStateMachine):
 
         assert self.policy.evict_until(enough, protected) == self.model.evict(need, set(protected))
 
-    @precondition(lambda self: self.slots > 8)
+    @precondition(lambda self: self.slots > 30)
     @rule()
     def clear(self) -> None:
         self.policy.clear()

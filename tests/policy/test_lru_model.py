@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from omlxd.policy import ChunkStatus, LRUCachePolicy, RequestContext, lru
 from tests.policy.models import LONG, LONG_STEPS, MACHINE, LRUModel, key_of
@@ -27,16 +34,25 @@ class LRUMachine(RuleBasedStateMachine):
     def chunk(self, key: bytes) -> ChunkStatus | None:
         return self.policy.get(key)
 
-    @rule(key=KEYS, ready=st.booleans(), request=st.none() | st.integers(0, 2))
-    def insert(self, key: bytes, ready: bool, request: int | None) -> None:
-        if self.chunk(key) is not None:
-            return
-        chunk = ChunkStatus(self.slots)
-        self.slots += 1
-        chunk.ref_cnt = 0 if ready else -1
-        ctx = None if request is None else self.requests[request]
-        self.policy.insert(key, chunk, ctx)
-        self.model.insert(key, chunk, ctx)
+    @initialize(keys=st.lists(KEYS, unique=True))
+    def fill(self, keys: list[bytes]) -> None:
+        self.insert(keys, True, None)
+
+    @rule(
+        keys=st.lists(KEYS, min_size=1, max_size=6, unique=True),
+        ready=st.booleans(),
+        request=st.none() | st.integers(0, 2),
+    )
+    def insert(self, keys: list[bytes], ready: bool, request: int | None) -> None:
+        for key in keys:
+            if self.chunk(key) is not None:
+                continue
+            chunk = ChunkStatus(self.slots)
+            self.slots += 1
+            chunk.ref_cnt = 0 if ready else -1
+            ctx = None if request is None else self.requests[request]
+            self.policy.insert(key, chunk, ctx)
+            self.model.insert(key, chunk, ctx)
 
     @rule(key=KEYS)
     def complete(self, key: bytes) -> None:
@@ -98,11 +114,11 @@ class LRUMachine(RuleBasedStateMachine):
         self.model.finish(groups, ctx)
         self.requests[request] = RequestContext(ctx.req_id)
 
-    @rule(n=st.integers(0, 8), protected=st.frozensets(KEYS, max_size=4))
+    @rule(n=st.integers(0, 3) | st.integers(0, 8), protected=st.frozensets(KEYS, max_size=4))
     def evict(self, n: int, protected: frozenset[bytes]) -> None:
         assert self.policy.evict(n, protected) == self.model.evict(n, set(protected))
 
-    @rule(need=st.integers(1, 8), protected=st.frozensets(KEYS, max_size=4))
+    @rule(need=st.integers(1, 3), protected=st.frozensets(KEYS, max_size=4))
     def evict_until(self, need: int, protected: frozenset[bytes]) -> None:
         asked: list[tuple[bytes, ChunkStatus]] = []
 
@@ -114,14 +130,14 @@ class LRUMachine(RuleBasedStateMachine):
         assert victims == self.model.evict(need, set(protected))
         assert victims is None or victims == asked
 
-    @precondition(lambda self: self.slots > 8)
+    @precondition(lambda self: self.slots > 30)
     @rule()
     def clear(self) -> None:
         self.policy.clear()
         self.model.clear()
         self.slots = 0
 
-    @precondition(lambda self: self.slots > 8)
+    @precondition(lambda self: self.slots > 30)
     @rule()
     def survive_restart(self) -> None:
         state, residents = self.policy.state(), dict(self.policy.chunks())
