@@ -80,3 +80,21 @@ def prefetch(common: Common, key_prefixes: tuple[str, ...], as_json: bool) -> No
         show_json(done)
     else:
         click.echo(f"{done['started']} blocks are on their way")
+
+
+@click.command()
+@click.argument("lease", type=click.IntRange(0))
+@json_option
+@pass_common
+def revoke(common: Common, lease: int, as_json: bool) -> None:
+    """End an engine's lease.
+
+    LEASE: its number in `omlxd status --leases`. The engine is told; what it
+    still uses of it raises an error there instead of showing other data.
+    """
+    with common.daemon() as cache:
+        done = cache.call("revoke", timeout=None, lease=lease)
+    if as_json:
+        show_json(done)
+    else:
+        click.echo(f"lease {lease} has ended; its memory is used again in {duration(done['seconds'])} at the latest")

@@ -26,8 +26,8 @@ SECTIONS: dict[str, dict[str, str]] = {
         "top": "looking",
         "ls": "blocks",
         "show": "blocks",
-        "events": "looking",
         "explain": "explaining",
+        "events": "looking",
     },
     "Changing what it holds": {
         "clear": "changing",
@@ -35,6 +35,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "flush": "changing",
         "pin": "keeping",
         "unpin": "keeping",
+        "revoke": "keeping",
         "prefetch": "keeping",
         "get": "payloads",
         "put": "payloads",

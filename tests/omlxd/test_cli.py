@@ -392,3 +392,14 @@ def test_install_writes_units_that_start_this_installation(tmp_path: Path) -> No
     assert f"ListenStream={made['socket']}" in sock.read_text()
     assert sorted(omlxd("uninstall")["removed"]) == sorted(made["files"])
     assert not unit.exists()
+
+
+def test_revoke_ends_a_lease_of_another_client(daemon: ConfiguredDaemon) -> None:
+    with daemon.connect() as cache:
+        fill(cache, model="org/one", blocks=3)
+        lease = cache.namespace(model="org/one", fingerprint="f", block_tokens=16).load(list(range(48))).wait()
+        (row,) = answer(daemon, "status --leases")["leases"]
+        assert "has ended" in done(daemon, f"revoke {row['lease']}")
+        wait_for(lambda: all(left["revoked"] for left in answer(daemon, "status --leases")["leases"]))
+        assert run(daemon, "revoke 999999").exit_code == Exit.FAILED
+        lease.release()
