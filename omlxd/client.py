@@ -420,7 +420,6 @@ class Lease(LeaseCore):
             while index >= len(self.blocks):
                 if not self._advance():
                     return
-            self.check()
             yield self.blocks[index]
             index += 1
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from time import monotonic
 from typing import TYPE_CHECKING
 
 from omlxd.exits import ProcessWatch
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 
 EXIT_SECONDS = 0.25
 """A process that dies closes its sockets a moment before it counts as ended."""
+
+LOOK_SECONDS = 50e-6
+"""What was seen of the socket holds for so long: many views are asked for at once. Memory is not reused that fast."""
 
 
 class Holding:
@@ -42,6 +46,7 @@ class Holding:
         self._lingering: dict[int, LeaseCore] = {}
         self._writers: set[object] = set()
         self._daemon: ProcessWatch | None = None
+        self._looked = 0.0
         self._cut: str | None = None
         self._kept = False
         self._leaving = False
@@ -101,7 +106,11 @@ class Holding:
     def lost(self) -> str | None:
         """Why leased memory may be another's by now; None while it certainly is not."""
         if self._cut is None:
+            now = monotonic()
+            if now - self._looked < LOOK_SECONDS:
+                return None
             self._look()
+            self._looked = now
             if self._cut is None:
                 return None
         if not self._kept and self._daemon is not None and self._daemon.ended(EXIT_SECONDS):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
     from omlxd.holding import Holding
 
-Slot = tuple[int, int, int]  # segment, offset in bytes, payload bytes
+Slot = Sequence[int]  # segment, offset in bytes, payload bytes
 
 
 class LoadedBlock:
@@ -81,8 +80,9 @@ class LoadedBlock:
         if view is None:
             # Every view and slice that a user makes refers to the anchor, so that its end is the end of all of them.
             anchor = lease.holding.segments.slot(*self._slot)
+            view = memoryview(anchor)
             self._anchor = anchor
-            self._view = view = memoryview(anchor)
+            self._view = view
             if lease.ended:  # in another thread, meanwhile: it did not see this view
                 self._view = self._anchor = None
                 lease.check()
@@ -111,13 +111,16 @@ class LoadedBlock:
 
     def _end(self, gone: Callable[[weakref.ref[object]], None]) -> weakref.ref[object] | None:
         """End the view; a reference to what is still in use, or None."""
-        view, self._view = self._view, None
-        if view is not None:
-            with contextlib.suppress(BufferError):  # an array reads it in place; the anchor says when that one is gone
-                view.release()
-            del view
-        if self._anchor is None:
+        view = self._view
+        if view is None:
             return None
+        self._view = None
+        try:  # noqa: SIM105 - suppress() takes longer than all the rest here
+            view.release()
+        except BufferError:  # an array reads it in place; the anchor says when that one is gone
+            pass
+        del view
+        assert self._anchor is not None
         quiet = weakref.ref(self._anchor)
         self._anchor = None
         anchor = quiet()
@@ -166,13 +169,11 @@ class LeaseCore:
 
     def check(self) -> None:
         """Raise LeaseEnded when it is over: released, revoked, or the daemon has cut the connection and goes on living."""
-        if self._ended is None:
-            lost = self.holding.lost()
-            if lost is None:
-                if self._ended is None:
-                    return
-            else:
-                self.end(lost)
+        lost = self.holding.lost()
+        if lost is not None:
+            self.end(lost)
+        elif self._ended is None:
+            return
         raise LeaseEnded(f"the lease on this block has ended: {self._ended}; load the prefix again")
 
     def end(self, reason: str) -> None:
@@ -205,8 +206,8 @@ class LeaseCore:
         first = len(self.blocks)
         if isinstance(slots, list):
             layout = self._layout
-            self.blocks += [LoadedBlock(self, index, tuple(slot), layout) for index, slot in enumerate(slots, first)]
-            self.holding.warmer.soon([block._slot for block in self.blocks[first:]], write=False)
+            self.blocks += [LoadedBlock(self, index, slot, layout) for index, slot in enumerate(slots, first)]
+            self.holding.warmer.soon(slots, write=False)
         if isinstance(layouts, dict):
             for index, raw in layouts.items():
                 self.blocks[int(index)].layout = Layout.from_bytes(raw)

@@ -290,14 +290,15 @@ class Link:
         """Take in what is there, without waiting. Never raises."""
         if self._reading.acquire(blocking=False):
             try:
-                with contextlib.suppress(Unavailable, ValueError):  # ValueError: the socket is closed
-                    while self._poll_in.poll(0):
-                        self._receive()
+                while self._poll_in.poll(0):
+                    self._receive()
+            except Unavailable:
+                pass
             finally:
                 self._reading.release()
-                if self._waiting:
-                    with self._arrived:
-                        self._arrived.notify_all()
+            if self._waiting:
+                with self._arrived:
+                    self._arrived.notify_all()
 
     def _receive(self) -> None:
         """Read what is there; the reading lock is held."""

@@ -108,7 +108,7 @@ def _write(owner: Owner, space: SpaceCore, offers: Sequence[_Offer], slots: Sequ
     done = False
     try:
         with holding.writing():
-            holding.warmer.soon(((s, offset, offers[i].nbytes) for i, _, s, offset in slots), write=True)
+            holding.warmer.soon([(s, offset, offers[i].nbytes) for i, _, s, offset in slots], write=True)
             steps = [
                 partial(offers[i].write, holding.segments.writable(segment, offset, offers[i].nbytes))
                 for i, _, segment, offset in slots

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -35,11 +35,11 @@ class Warmer:
         self._running = False
         self._stopped = False
 
-    def soon(self, slots: Iterable[tuple[int, int, int]], *, write: bool) -> None:
+    def soon(self, slots: Sequence[Sequence[int]], *, write: bool) -> None:
         """``slots`` (segment, offset, bytes) are about to be read or written, in this order."""
         present = self._segments.is_present
         cold = [slot for slot in slots if not present(*slot, write=write)]
-        if sum(nbytes for _, _, nbytes in cold) >= WORTHWHILE_BYTES:
+        if cold and sum(nbytes for _, _, nbytes in cold) >= WORTHWHILE_BYTES:
             self._add(self._urgent, (run for slot in cold for run in _steps(*slot, write)))
 
     def ahead(self, segments: Iterable[int]) -> None:

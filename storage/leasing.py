@@ -204,21 +204,25 @@ class Leasing:
             return
         now = self._clock()
         self._load_seconds.observe(now - load.since)
-        by_namespace: Counter[tuple[bytes, str]] = Counter()
+        gaps: Counter[float] = Counter()
+        hits: Counter[tuple[bytes, bool]] = Counter()
+        nbytes: Counter[tuple[bytes, bool]] = Counter()
         for block in load.blocks:
-            if block.used:
-                self._reuse_gap_seconds.observe(now - block.used)
+            gaps[block.used] += 1
             block.used = now
-            namespace = block.meta.namespace
-            if block.meta.key in load.restored:
-                by_namespace[namespace, "hits_ssd"] += 1
-                by_namespace[namespace, "hit_bytes_ssd"] += block.meta.nbytes
-            else:
-                by_namespace[namespace, "hits_ram"] += 1
-                by_namespace[namespace, "hit_bytes_ram"] += block.meta.nbytes
+            meta = block.meta
+            kind = (meta.namespace, meta.key in load.restored)
+            hits[kind] += 1
+            nbytes[kind] += meta.nbytes
             if not block.clean and self.spiller is not None:
                 self.spiller.add(block, asked_again=True)
-        self._counts.update(by_namespace)
+        for used, times in gaps.items():
+            if used:
+                self._reuse_gap_seconds.observe(now - used, times)
+        for (namespace, restored), count in hits.items():
+            tier = "ssd" if restored else "ram"
+            self._counts[namespace, f"hits_{tier}"] += count
+            self._counts[namespace, f"hit_bytes_{tier}"] += nbytes[namespace, restored]
         if load.misses_of is not None:
             self._counts[load.misses_of, "misses"] += len(load.keys) - len(load.blocks)
         self.note_use([block.meta.key for block in load.blocks], load.ctx)

@@ -154,7 +154,7 @@ class _Mapped:
         self._read: NDArray[np.uint8] = np.frombuffer(_map(fd, nbytes, mmap.ACCESS_READ), np.uint8)
         self._write: memoryview | None = None
         granules = -(-nbytes // GRANULE_BYTES)
-        self._present = (np.zeros(granules, np.bool_), np.zeros(granules, np.bool_))  # for reading, for writing
+        self._present = (bytearray(granules), bytearray(granules))  # for reading, for writing; a byte a granule
 
     def slot(self, segment: int, offset: int, nbytes: int) -> NDArray[np.uint8]:
         end = offset + nbytes
@@ -174,11 +174,12 @@ class _Mapped:
         return self._write[offset : offset + nbytes]
 
     def is_present(self, offset: int, nbytes: int, write: bool) -> bool:
-        return bool(self._present[write][offset // GRANULE_BYTES : -(-(offset + nbytes) // GRANULE_BYTES)].all())
+        return self._present[write].find(0, offset // GRANULE_BYTES, -(-(offset + nbytes) // GRANULE_BYTES)) < 0
 
     def note_present(self, offset: int, nbytes: int, write: bool) -> None:
         # Granules at the edges are only partly present; their other pages fault when they are used, as any page does.
-        self._present[write][offset // GRANULE_BYTES : -(-(offset + nbytes) // GRANULE_BYTES)] = True
+        first, last = offset // GRANULE_BYTES, -(-(offset + nbytes) // GRANULE_BYTES)
+        self._present[write][first:last] = b"\1" * (last - first)
 
     def backed(self) -> list[tuple[int, int]]:
         runs: list[tuple[int, int]] = []
