@@ -218,10 +218,16 @@ class Daemon:
     async def _upkeep(self, server: Server) -> None:
         """What happens without anybody asking: samples for rates, a look at the disk."""
         while True:
-            server.reporter.sample()
-            server.pins.sweep()
-            if server.store.spiller is not None:
-                await server.store.spiller.look_after_disk()
+            try:
+                server.reporter.sample()
+                server.pins.sweep()
+                server.store.withdraw_overdue()
+                if server.store.spiller is not None:
+                    await server.store.spiller.look_after_disk()
+            except Exception:
+                # What failed once may work the next time; the daemon must not go on unattended for it.
+                server.counts["internal_errors"] += 1
+                log.exception("upkeep failed")
             await asyncio.sleep(UPKEEP_SECONDS)
 
     async def _shut_down(self, server: Server) -> None:
