@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
 from omlxd import operations, storing
+from omlxd.backoff import Backoff
 from omlxd.errors import Refused, Unavailable
 from omlxd.leases import LeaseCore, LoadedBlock
 from omlxd.link import CALL_SECONDS, Call, Link, NotYet
@@ -41,8 +42,6 @@ __all__ = ["Cache", "Lease", "Refused", "Space", "Unavailable", "connect"]
 
 T = TypeVar("T")
 
-FIRST_BACKOFF_SECONDS = 0.05
-LAST_BACKOFF_SECONDS = 5.0
 GLANCE_SECONDS = 0.02
 """How long a daemon that did not answer before is given to answer a greeting that was sent long ago."""
 
@@ -68,9 +67,7 @@ class Cache:
         self._name = name or f"pid {os.getpid()}"
         self._timeout = timeout
         self._lock = threading.Lock()
-        self._backoff = 0.0
-        self._not_before = 0.0
-        self._why = ""
+        self._backoff = Backoff()
         self._closed = False
         self._hung = False
         """Did the daemon not answer when it was asked last?"""
@@ -174,20 +171,18 @@ class Cache:
         A daemon that takes connections and does not answer is waited for once; after that its answer to the greeting is
         looked for now and then, which costs no time.
         """
-        now = time.monotonic()
-        if now < self._not_before:
-            raise Unavailable(self._why)
+        why = self._backoff.refusal(time.monotonic())
+        if why is not None:
+            raise Unavailable(why)
         try:
             link = self._greeted(self._greeting) or self._greeted(
                 Link(self.path, name=self._name, timeout=self._timeout)
             )
             assert link is not None, "a new link is greeted, or raises"
         except Unavailable as error:
-            self._backoff = min(LAST_BACKOFF_SECONDS, self._backoff * 2 or FIRST_BACKOFF_SECONDS)
-            self._not_before = time.monotonic() + self._backoff
-            self._why = str(error)
+            self._backoff.failed(time.monotonic(), str(error))
             raise
-        self._backoff = 0.0
+        self._backoff.succeeded()
         self._hung = False
         return link
 
@@ -332,10 +327,9 @@ class Space(SpaceCore):
         Raises:
             ValueError: ``start`` is off, there are more payloads than full blocks, or a payload does not fit the layout.
         """
-        if start % self.block_tokens or start < 0:
-            raise ValueError(f"start is token {start}; it must be a multiple of block_tokens ({self.block_tokens})")
+        first = self.first_block(start)
         hashes = self.hashes(tokens, extra_keys, extra_key_ranges)
-        return self.store_keys(hashes, payloads, start=start // self.block_tokens, timeout=timeout)
+        return self.store_keys(hashes, payloads, start=first, timeout=timeout)
 
     # -- with keys of your own: 32 bytes that name a block by its content and everything before it
 
@@ -373,10 +367,7 @@ class Space(SpaceCore):
         timeout: float = DEFAULT_STORE_SECONDS,
     ) -> StoreResult:
         """As :meth:`store`, for chain hashes of your own; ``start`` counts blocks here."""
-        if len(payloads) > max(0, len(hashes) - start):
-            raise ValueError(
-                f"{len(payloads)} payloads for {max(0, len(hashes) - start)} full blocks from block {start} on"
-            )
+        operations.check_counts(hashes, payloads, start)
         return self._cache._run(
             lambda owner: storing.store(owner, self, hashes, payloads, start, timeout, time.monotonic)
         )

@@ -95,6 +95,11 @@ class Connection:
         """The socket (for peer credentials)."""
         return self._sock
 
+    def receive(self) -> None:
+        """Take in what is there now, without waiting for the loop to notice it."""
+        if not self.closed and self._reading:
+            self._readable()
+
     def pause_reading(self) -> None:
         """Stop taking data, so that the peer feels the back-pressure."""
         if self._reading and not self.closed:

@@ -106,6 +106,20 @@ class SpaceCore:
             self.id, tokens, self.block_tokens, extra_keys=extra_keys, extra_key_ranges=extra_key_ranges
         )
 
+    def first_block(self, start: int) -> int:
+        """The block that begins at token ``start``. ValueError when none does."""
+        if start % self.block_tokens or start < 0:
+            raise ValueError(f"start is token {start}; it must be a multiple of block_tokens ({self.block_tokens})")
+        return start // self.block_tokens
+
+
+def check_counts(hashes: Sequence[bytes], payloads: Sequence[Payload], start: int) -> None:
+    """ValueError when there are more payloads than blocks from block ``start`` on."""
+    if len(payloads) > max(0, len(hashes) - start):
+        raise ValueError(
+            f"{len(payloads)} payloads for {max(0, len(hashes) - start)} full blocks from block {start} on"
+        )
+
 
 def pack_keys(hashes: Sequence[bytes]) -> bytes:
     """Keys back to back, as the wire has them. ``ValueError`` for a hash of another length."""

@@ -40,14 +40,14 @@ class Warmer:
         present = self._segments.is_present
         cold = [slot for slot in slots if not present(*slot, write=write)]
         if cold and sum(nbytes for _, _, nbytes in cold) >= WORTHWHILE_BYTES:
-            self._add(self._urgent, (run for slot in cold for run in _steps(*slot, write)))
+            self._add(self._urgent, (run for slot in cold for run in _steps(slot, write)))
 
     def ahead(self, segments: Iterable[int]) -> None:
         """What has memory behind it in these segments may be read before long."""
         left = AHEAD_BYTES
         for segment in segments:
             for offset, nbytes in self._segments.backed(segment):
-                self._add(self._ahead, _steps(segment, offset, min(nbytes, left), False))
+                self._add(self._ahead, _steps((segment, offset, min(nbytes, left)), False))
                 left -= nbytes
                 if left <= 0:
                     return
@@ -71,11 +71,11 @@ class Warmer:
 
     def _run(self) -> None:
         while (run := self._next()) is not None:
-            *slot, write = run
-            if self._segments.is_present(*slot, write=write):
+            segment, offset, nbytes, write = run
+            if self._segments.is_present(segment, offset, nbytes, write=write):
                 continue
             try:
-                able = self._segments.populate(*slot, write=write)
+                able = self._segments.populate(segment, offset, nbytes, write=write)
             except (KeyError, ValueError, OSError):  # dropped meanwhile, or no memory: whoever uses it will find out
                 continue
             if not able:
@@ -90,6 +90,7 @@ class Warmer:
             return None
 
 
-def _steps(segment: int, offset: int, nbytes: int, write: bool) -> Iterator[Run]:
+def _steps(slot: Sequence[int], write: bool) -> Iterator[Run]:
+    segment, offset, nbytes = slot
     for start in range(offset, offset + nbytes, STEP_BYTES):
         yield segment, start, min(STEP_BYTES, offset + nbytes - start), write
