@@ -123,6 +123,8 @@ class Environment:
 
     def _open(self, map_bytes: int) -> lmdb.Environment:
         data = self.path / DATA_NAME
+        if data.exists() and not data.is_file():
+            raise StoreBroken(self.path, f"{data} is not a file")
         if data.exists() and data.stat().st_size:
             descriptor = os.open(data, os.O_RDONLY | os.O_CLOEXEC)
             try:
@@ -256,10 +258,10 @@ class Environment:
         return os.fstat(self._descriptor).st_blocks * 512
 
     def count_pages(self) -> Pages:
-        """Recount from the trees' own statistics."""
+        """Recount from the trees' own statistics. Raises ``DiskTrouble``."""
         self._refresh_header()
         live = 2 + self.header.free_tree_pages
-        with self._gate.shared(), self._env.begin() as txn:
+        with self.reading() as txn:
             for statistics in (self._env.stat(), *(txn.stat(database) for database in self._databases)):
                 live += statistics["branch_pages"] + statistics["leaf_pages"] + statistics["overflow_pages"]
         if self.header.pages - live > MOST_FREE_TO_LOOK_AT:
@@ -296,6 +298,7 @@ class Environment:
         if wanted == self.map_bytes:
             return
         with self._gate.exclusive():
+            self.check()
             self._env.set_mapsize(wanted)
             self.map_bytes = self._env.info()["map_size"]
             self._base = self._find_base()
@@ -342,12 +345,14 @@ class Environment:
 
     @contextmanager
     def reading(self) -> Iterator[lmdb.Transaction[memoryview]]:
-        """A short read transaction; its memoryviews die with it. Raises ``DiskTrouble``."""
+        """A short read transaction; its memoryviews die with it. Raises ``DiskTrouble``, ``Damaged`` (a tree)."""
         with self._gate.shared():
             self.check()
             try:
                 with self._env.begin(buffers=True) as txn:
                     yield txn
+            except _TORN as error:
+                raise Damaged(f"LMDB's tree is torn: {error}") from error
             except lmdb.Error as error:
                 raise trouble(error) from error
 
@@ -478,7 +483,10 @@ class WriteTransaction:
         with self.txn.cursor(db=environment.pieces) as cursor:
             found = cursor.set_range(key + _PIECE.pack(0))
             while found and bytes(cursor.key()[: len(key)]) == key:
-                cursor.delete()  # moves to the next one
+                try:
+                    cursor.delete()  # moves to the next one
+                except SystemError as error:  # py-lmdb, when a torn page is met on the way to the next one
+                    raise lmdb.CorruptedError(f"while pieces were removed: {error}") from error
                 found = len(cursor.key()) > 0
         return self.txn.delete(key, db=environment.blocks)
 
@@ -509,6 +517,9 @@ class WriteTransaction:
     def delete(self, database: Database, key: bytes) -> None:
         """Remove one value of a small database, if it is there."""
         self.txn.delete(key, db=database)
+
+
+_TORN = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PageFullError, lmdb.CursorFullError, lmdb.InvalidError)
 
 
 def trouble(error: Exception) -> DiskTrouble:

@@ -36,14 +36,14 @@ from omlxd.storage.blocks import BlockMeta
 from omlxd.storage.codec import encode
 from omlxd.storage.codec_choice import AUTO, CodecChoice
 from omlxd.storage.environment import DURABILITIES, Durability, Environment
-from omlxd.storage.ssd_commit import carry_out
+from omlxd.storage.ssd_commit import carry_out, read_quarantine
 from omlxd.storage.ssd_errors import Damaged, DiskTrouble, Missing, SsdError, SsdLocked
 from omlxd.storage.ssd_health import look
 from omlxd.storage.ssd_heap import keep_freed_memory
 from omlxd.storage.ssd_index import Entry, SpaceTotals
 from omlxd.storage.ssd_ledger import Ledger
 from omlxd.storage.ssd_load import Opened, boot_id, count_rows, open_store, other_bytes
-from omlxd.storage.ssd_plan import CommitOutcome, CommitPlan, Health, State
+from omlxd.storage.ssd_plan import CommitOutcome, CommitPlan, Health, Quarantined, State
 from omlxd.storage.ssd_reader import Reader
 from omlxd.storage.ssd_records import EncodedBlock, checksum
 from omlxd.storage.ssd_room import LARGEST_GROUP, Room
@@ -426,17 +426,21 @@ class SsdTier:
         self.state, self.reason = state, reason
         self._ledger.room.hold(full=state == "full")
 
-    def _reopen(self) -> Opened:
+    def _reopen(self, check: bool) -> Opened:
         self._environment.close()
         if self._lock is not None:
             self._lock.release()
-        return _open(self.path, self._settings)
+        return _open(self.path, self._settings, check)
 
     # -- writer -----------------------------------------------------------------------------------
 
     def commit(self, plan: CommitPlan) -> CommitOutcome:
         """Writer. One transaction: victims out, blocks in, accounting with them. Raises nothing for a sick disk."""
         return carry_out(self._environment, plan, self._free_space)
+
+    def quarantined(self) -> list[Quarantined]:
+        """Worker. The damaged records that were written down, oldest first; a bounded number of the newest."""
+        return read_quarantine(self._environment)
 
     def recount(self) -> dict[bytes, tuple[int, int, int]]:
         """Worker. ``(blocks, payload bytes, stored bytes)`` that the disk's own accounting has for each namespace."""
@@ -463,7 +467,14 @@ class SsdTier:
         Raises ``Missing`` (``DiskTrouble`` when the disk is to blame: call ``probe``) or ``Damaged``, and
         then ``out`` holds anything; ``ValueError`` when ``out`` is too small.
         """
-        return self._reader.read_into(self._environment, key, out)
+        try:
+            return self._reader.read_into(self._environment, key, out)
+        except DiskTrouble:
+            raise
+        except Missing as error:
+            if key in self._ledger.index.entries:  # a worker may look; what it may not do is change anything
+                raise Damaged("its record is gone from the disk") from error
+            raise
 
     def stored_before(self, keys: Sequence[bytes], when: float) -> Sequence[bytes]:
         """Worker. Those of ``keys`` (given in the order of their record numbers) that were stored before ``when``.
@@ -491,7 +502,7 @@ class SsdTier:
                 self._environment.read_ahead(located)
 
 
-def _open(path: Path, settings: _Settings) -> Opened:
+def _open(path: Path, settings: _Settings, check: bool = False) -> Opened:
     policy = get_policy(settings.policy)
 
     def make_policy() -> CachePolicy:
@@ -504,4 +515,5 @@ def _open(path: Path, settings: _Settings) -> Opened:
         durability=settings.durability,
         make_policy=make_policy,
         boot=settings.boot,
+        check=check,
     )

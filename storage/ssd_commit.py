@@ -18,7 +18,7 @@ import lmdb
 import msgpack
 
 from omlxd.storage.environment import Environment, WriteTransaction, trouble
-from omlxd.storage.ssd_errors import DiskTrouble
+from omlxd.storage.ssd_errors import Damaged, DiskTrouble
 from omlxd.storage.ssd_pages import BadFile
 from omlxd.storage.ssd_plan import CommitOutcome, CommitPlan, Quarantined
 
@@ -95,15 +95,16 @@ def carry_out(environment: Environment, plan: CommitPlan, free_space: FreeSpace)
     """Commit ``plan``. Writer's thread."""
     begun = time.perf_counter()
     outcome = _Commit(environment, plan, free_space).attempt()
-    try:
-        outcome = replace(
-            outcome,
-            pages=environment.count_pages(),
-            allocated_bytes=environment.allocated_bytes(),
-            free_bytes=free_space(environment.path),
-        )
-    except (OSError, lmdb.Error, BadFile, DiskTrouble) as error:
-        outcome = _failed(outcome, error)
+    if outcome.state != "gone":
+        try:
+            outcome = replace(
+                outcome,
+                pages=environment.count_pages(),
+                allocated_bytes=environment.allocated_bytes(),
+                free_bytes=free_space(environment.path),
+            )
+        except _TROUBLE as error:
+            outcome = _failed(outcome, error)
     return replace(outcome, seconds=time.perf_counter() - begun)
 
 
@@ -139,7 +140,7 @@ class _Commit:
         except lmdb.MapFullError:
             what = "LMDB finds no run of free pages that is long enough"
             return replace(self._outcome, map_full=self._outcome.map_full + 1, reason=what)
-        except (OSError, lmdb.Error, BadFile, DiskTrouble) as error:
+        except _TROUBLE as error:
             return _failed(self._outcome, error)
 
     def _may_grow(self) -> bool:
@@ -211,6 +212,12 @@ def _quarantine(environment: Environment, txn: WriteTransaction, damage: Quarant
     txn.put(environment.quarantine, _NUMBER.pack(number), msgpack.packb(row, use_bin_type=True))
 
 
+def read_quarantine(environment: Environment) -> list[Quarantined]:
+    """All entries, oldest first."""
+    with environment.reading() as txn:
+        return [Quarantined(*msgpack.unpackb(row)) for _, row in txn.cursor(db=environment.quarantine)]
+
+
 def _store(environment: Environment, txn: WriteTransaction, plan: CommitPlan, largest: int | None = None) -> None:
     totals = Totals(txn, environment, plan.space_numbers)
     for id_, descriptor in plan.descriptors.items():
@@ -235,8 +242,11 @@ def _append_recency(environment: Environment, txn: WriteTransaction, numbers: by
     txn.put(environment.recency, _NUMBER.pack(number), numbers)
 
 
+_TROUBLE = (OSError, lmdb.Error, BadFile, DiskTrouble, Damaged)
+
+
 def _failed(outcome: CommitOutcome, error: Exception) -> CommitOutcome:
-    if isinstance(error, BadFile):
+    if isinstance(error, BadFile | Damaged):
         error = DiskTrouble("gone", f"the data file is not in order: {error}")
     what = error if isinstance(error, DiskTrouble) else trouble(error)
     return replace(outcome, state=what.state, reason=what.reason)  # type: ignore[arg-type]

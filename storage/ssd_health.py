@@ -10,7 +10,7 @@ from pathlib import Path
 import lmdb
 
 from omlxd.storage.environment import DATA_NAME, Environment, trouble
-from omlxd.storage.ssd_errors import DiskTrouble, SsdError
+from omlxd.storage.ssd_errors import Damaged, DiskTrouble, SsdError
 from omlxd.storage.ssd_load import Opened, other_bytes
 from omlxd.storage.ssd_pages import BadFile
 from omlxd.storage.ssd_plan import Health, State
@@ -19,9 +19,12 @@ log = logging.getLogger(__name__)
 
 
 def look(
-    environment: Environment, state: State, free_space: Callable[[Path], int], reopen: Callable[[], Opened]
+    environment: Environment, state: State, free_space: Callable[[Path], int], reopen: Callable[[bool], Opened]
 ) -> Health:
-    """Find out how the disk is. ``reopen`` is called where the store is back after it was gone or read-only."""
+    """Find out how the disk is. ``reopen`` is called where the store is back after it was gone or read-only.
+
+    Its argument says whether to check the structure first: a file that never left, and still could not be used.
+    """
     path = environment.path
     try:
         if state == "gone" or not environment.is_in_place():
@@ -40,12 +43,12 @@ def look(
             allocated_bytes=environment.allocated_bytes(),
             other_bytes=other_bytes(path),
         )
-    except (DiskTrouble, BadFile, OSError, lmdb.Error) as error:
+    except (DiskTrouble, Damaged, BadFile, OSError, lmdb.Error) as error:
         what = error if isinstance(error, DiskTrouble) else trouble(error)
         return Health(what.state, what.reason)  # type: ignore[arg-type]
 
 
-def _find_again(environment: Environment, reopen: Callable[[], Opened]) -> Health:
+def _find_again(environment: Environment, reopen: Callable[[bool], Opened]) -> Health:
     """Open what is at the path now, unless that would start a store on a disk that is not the one it was on."""
     path = environment.path
     try:
@@ -55,7 +58,7 @@ def _find_again(environment: Environment, reopen: Callable[[], Opened]) -> Healt
     if not same_volume and not (path / DATA_NAME).exists():
         return Health("gone", f"{path} is not the volume that the store was on, and has no store")
     try:
-        return Health("ok", loaded=reopen())
+        return Health("ok", loaded=reopen(environment.is_in_place()))
     except (SsdError, OSError, lmdb.Error) as error:
         return Health("gone", str(error))
 

@@ -29,6 +29,7 @@ from omlxd.storage.ssd_commit import COUNTERS, Row, unpack_row
 from omlxd.storage.ssd_errors import Damaged, DiskTrouble, StoreBroken
 from omlxd.storage.ssd_index import Entry, Index, SpaceTotals
 from omlxd.storage.ssd_lock import StoreLock
+from omlxd.storage.ssd_pages import BadFile
 from omlxd.storage.ssd_records import unpack_fields
 from omlxd.storage.ssd_warmup import WARM_AT_ONCE, WarmingPolicy
 
@@ -75,8 +76,12 @@ def open_store(
     durability: Durability,
     make_policy: Callable[[], CachePolicy],
     boot: str,
+    check: bool = False,
 ) -> Opened:
-    """Open or create the store at ``path``; ``boot`` names this run of the machine. Raises ``SsdLocked``, ``OSError``."""
+    """Open or create the store at ``path``. Raises ``SsdLocked``, ``OSError``.
+
+    ``boot`` names this run of the machine. ``check``: go through its structure first, whatever its past.
+    """
     readonly = False
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -89,7 +94,7 @@ def open_store(
     try:
         aside = ""
         try:
-            if lock is not None and _is_suspect(lock, boot):
+            if check or (lock is not None and _is_suspect(lock, boot)):
                 check_structure(path)
             opened = _open(path, map_bytes, durability, make_policy, readonly, lock)
         except (StoreBroken, Damaged) as error:
@@ -123,7 +128,7 @@ def _open(
         if not readonly:
             _mark_open(environment, opened)
         opened.pages = environment.count_pages()
-    except (lmdb.Error, DiskTrouble) as error:
+    except (lmdb.Error, BadFile, DiskTrouble) as error:
         environment.close()
         raise StoreBroken(path, str(error)) from error
     except BaseException:
@@ -181,11 +186,8 @@ def set_aside(path: Path, keep_bytes: int) -> None:
     lock.unlink(missing_ok=True)
     if not data.exists():
         return
-    if keep_bytes <= 0:
-        data.unlink()
-        return
     target.mkdir(mode=0o700)
-    if data.stat().st_size > keep_bytes:
+    if data.is_file() and data.stat().st_size > keep_bytes:
         os.truncate(data, keep_bytes)
     data.rename(target / DATA_NAME)
 

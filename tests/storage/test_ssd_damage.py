@@ -1,0 +1,309 @@
+"""What happens to files: bits that flip, files that are cut, swapped, zeroed, deleted."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from omlxd.storage.environment import DATA_NAME
+from omlxd.storage.ssd import Damaged, DiskTrouble, Missing, SsdTier
+from tests.storage.damage_ssd import LIMIT, flip_tree_bytes
+from tests.storage.ssd_store import (
+    assert_exact,
+    chain_of,
+    disk_usage,
+    do_chores,
+    key_of,
+    open_tier,
+    payload_of,
+    read_all,
+    restore,
+    spill,
+)
+
+MIB = 1 << 20
+LONG = os.environ.get("OMLXD_LONG") == "1"
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> Iterator[SsdTier]:
+    opened = open_tier(tmp_path / "store", limit=32 * MIB)
+    yield opened
+    opened.close(clean=False)
+
+
+def harm_payload(tier: SsdTier, key: bytes, at: int) -> None:
+    """Flip one bit of a stored payload, on the disk."""
+    located = tier._environment.locate(key)
+    assert located is not None
+    for place in located.places:
+        # The end of a payload may be kept within a tree's page.
+        data = (tier.path / DATA_NAME).read_bytes() if isinstance(place, bytes) else b""
+        offset, length = (data.rindex(place), len(place)) if isinstance(place, bytes) else place
+        if at < length:
+            with open(tier.path / DATA_NAME, "r+b") as file:
+                file.seek(offset + at)
+                byte = file.read(1)[0]
+                file.seek(offset + at)
+                file.write(bytes([byte ^ 0x10]))
+            return
+        at -= length
+
+
+@pytest.mark.parametrize("codec", ["raw", "zstd", "zstd-planes"])
+@pytest.mark.parametrize("at", [0, 70_000, 299_999])
+def test_a_flipped_bit_is_never_served_and_the_record_never_again(tmp_path: Path, codec: str, at: int) -> None:
+    tier = open_tier(tmp_path, codec=codec)
+    metas = chain_of("a", [300_000] * 3)
+    spill(tier, metas)
+    harm_payload(tier, metas[1].key, at)
+    with pytest.raises(Damaged, match="checksum") as caught:
+        restore(tier, metas[1].key)
+    tier.damaged(metas[1].key, caught.value.reason)
+    assert metas[1].key not in tier
+    do_chores(tier)
+    assert_exact(tier)
+    assert (tier.counts["damaged"], tier.counts["damaged_bytes"]) == (1, 300_000)
+    (entry,) = tier.quarantined()
+    assert (entry.key, entry.stored_bytes) == (metas[1].key, 300_000)
+    assert "checksum" in entry.reason
+    tier.close()
+    tier = open_tier(tmp_path)
+    assert metas[1].key not in tier
+    assert len(tier.quarantined()) == 1
+    spill(tier, [metas[1]])
+    assert restore(tier, metas[1].key) == payload_of(metas[1].key, 300_000), "fresh bytes are welcome"
+    tier.close()
+
+
+def test_the_quarantine_is_bounded(tier: SsdTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("omlxd.storage.ssd_commit.MAX_QUARANTINE", 5)
+    metas = chain_of("a", [1000] * 12)
+    spill(tier, metas)
+    for meta in metas:
+        tier.damaged(meta.key, "a test says so")
+        do_chores(tier)
+    assert [entry.key for entry in tier.quarantined()] == [meta.key for meta in metas[-5:]]
+    assert tier.counts["damaged"] == 12
+
+
+def test_two_swapped_records_are_both_noticed(tier: SsdTier) -> None:
+    one, two = chain_of("a", [5000, 5000])
+    spill(tier, [one, two])
+    environment = tier._environment
+    with environment.writing() as txn:
+        packed = [txn.get(environment.blocks, meta.key) for meta in (one, two)]
+        assert packed[0] is not None
+        assert packed[1] is not None
+        txn.put(environment.blocks, one.key, packed[1])
+        txn.put(environment.blocks, two.key, packed[0])
+    for meta in (one, two):
+        with pytest.raises(Damaged, match="another key"):
+            restore(tier, meta.key)
+
+
+def test_two_swapped_payloads_are_both_noticed(tier: SsdTier) -> None:
+    one, two = chain_of("a", [5000, 5000])
+    spill(tier, [one, two])
+    environment = tier._environment
+    with environment.writing() as txn:
+        pieces = [txn.get(environment.pieces, meta.key + bytes(4)) for meta in (one, two)]
+        assert pieces[0] is not None
+        assert pieces[1] is not None
+        txn.put(environment.pieces, one.key + bytes(4), pieces[1])
+        txn.put(environment.pieces, two.key + bytes(4), pieces[0])
+    for meta in (one, two):
+        with pytest.raises(Damaged, match="checksum"):
+            restore(tier, meta.key)
+
+
+def test_a_record_that_vanished_from_the_disk_is_damage_one_that_was_evicted_is_a_miss(tier: SsdTier) -> None:
+    one, two = chain_of("a", [5000, 5000])
+    spill(tier, [one, two])
+    with tier._environment.writing() as txn:
+        txn.delete_block(one.key)
+    with pytest.raises(Damaged, match="gone from the disk"):
+        restore(tier, one.key)
+    tier.discard([two.key], "removed")
+    do_chores(tier)
+    with pytest.raises(Missing):
+        tier.read_into(two.key, memoryview(bytearray(5000)))
+
+
+def test_a_record_that_cannot_be_read_at_the_start_is_quarantined_and_the_rest_stays(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path)
+    metas = chain_of("a", [5000] * 4)
+    spill(tier, metas)
+    environment = tier._environment
+    with environment.writing() as txn:
+        packed = txn.get(environment.blocks, metas[3].key)
+        assert packed is not None
+        txn.put(environment.blocks, metas[3].key, packed[:-1] + b"?")
+    tier.close(clean=False)
+    tier = open_tier(tmp_path)
+    assert [meta.position for meta in metas if meta.key in tier] == [0, 1, 2]
+    do_chores(tier)
+    assert_exact(tier)
+    assert tier.counts["damaged"] == 1
+    assert [entry.key for entry in tier.quarantined()] == [metas[3].key]
+    tier.close()
+
+
+def test_a_read_that_races_with_an_eviction_is_a_miss_and_no_damage(tier: SsdTier) -> None:
+    """The place was looked up, then the record left and its pages were used again, then the bytes are read."""
+    (meta,) = chain_of("a", [2 * MIB])
+    spill(tier, [meta])
+    environment, reader = tier._environment, tier._reader
+    located = environment.locate(meta.key)
+    assert located is not None
+
+    class Racing:
+        def __getattr__(self, name: str) -> object:
+            return getattr(environment, name)
+
+        def locate(self, key: bytes) -> object:
+            tier.discard([key], "removed")
+            do_chores(tier)
+            for number in range(12):
+                spill(tier, chain_of(number, [2 * MIB]))
+            return located
+
+    with pytest.raises(Missing, match="left the SSD while it was read"):
+        reader.read_into(Racing(), meta.key, memoryview(bytearray(2 * MIB)))  # type: ignore[arg-type]
+
+
+# -- files, while the store is open -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("harm", ["delete", "replace_by_zeros", "zeros", "cut", "empty", "garbage"])
+def test_a_data_file_that_is_harmed_under_a_running_tier_costs_its_records_and_nothing_else(
+    tmp_path: Path, harm: str
+) -> None:
+    tier = open_tier(tmp_path)
+    spill(tier, chain_of("a", [300_000] * 5))
+    data = tmp_path / DATA_NAME
+    size = data.stat().st_size
+    if harm == "delete":
+        data.unlink()
+    elif harm == "replace_by_zeros":
+        data.unlink()
+        data.write_bytes(bytes(size))
+    elif harm in ("cut", "empty"):
+        os.truncate(data, size // 2 if harm == "cut" else 0)
+    else:
+        with open(data, "r+b") as file:
+            file.write(bytes(size) if harm == "zeros" else random.Random(1).randbytes(size))
+    with pytest.raises((Missing, Damaged)):
+        restore(tier, key_of("a", 4))
+    outcome = spill(tier, chain_of("b", [300_000]))
+    assert outcome is not None
+    assert not outcome.stored
+    assert tier.state == "gone"
+    assert not tier.writable
+    assert key_of("a", 4) not in tier, "a lookup does not promise what cannot be had"
+    assert tier.plan([]) is None
+    tier.observe(tier.probe())
+    assert tier.state == "ok", tier.reason
+    assert len(tier) == 0
+    spill(tier, chain_of("b", [300_000]))
+    assert read_all(tier) == 1
+    assert abs(disk_usage(tmp_path) - tier.used_bytes) <= 4096
+    tier.close()
+
+
+def test_a_failing_read_is_a_miss_that_leaves_the_record_alone(tier: SsdTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    (meta,) = chain_of("a", [300_000])
+    spill(tier, [meta])
+
+    def failing(*_: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", failing)
+        with pytest.raises(DiskTrouble, match="Input/output error"):
+            tier.read_into(meta.key, memoryview(bytearray(300_000)))
+    assert restore(tier, meta.key) == payload_of(meta.key, 300_000)
+
+
+# -- files, while nobody has the store open -----------------------------------------------------------
+
+
+def make_store(path: Path) -> None:
+    tier = open_tier(path, limit=LIMIT)
+    for chain in range(15):
+        rng = random.Random(chain)
+        spill(tier, chain_of(chain, [rng.randrange(1, 200_000) for _ in range(5)]))
+    for chain in range(15, 60):
+        spill(tier, chain_of(chain, [500] * 5))
+    tier.close()
+
+
+@pytest.mark.parametrize("harm", ["garbage", "zeros", "cut", "empty_head", "version", "directory"])
+def test_a_broken_store_is_moved_aside_within_the_limit_and_the_start_is_cold(tmp_path: Path, harm: str) -> None:
+    make_store(tmp_path)
+    data = tmp_path / DATA_NAME
+    size = data.stat().st_size
+    if harm == "garbage":
+        data.write_bytes(random.Random(2).randbytes(size))
+    elif harm == "zeros":
+        data.write_bytes(bytes(size))
+    elif harm == "cut":
+        os.truncate(data, size // 3)
+    elif harm == "empty_head":
+        with open(data, "r+b") as file:
+            file.write(bytes(8192))
+    elif harm == "version":
+        import lmdb
+
+        with lmdb.open(str(tmp_path), max_dbs=8, map_size=LIMIT) as env, env.begin(write=True) as txn:
+            txn.put(b"format", b"from the future", db=env.open_db(b"meta", txn=txn))
+    else:
+        data.unlink()
+        data.mkdir()
+    tier = open_tier(tmp_path, limit=LIMIT)
+    assert str(tmp_path) in tier.aside
+    assert len(tier) == 0
+    assert (tmp_path / "set-aside").exists()
+    assert disk_usage(tmp_path) == tier.used_bytes <= LIMIT
+    for number in range(25):
+        spill(tier, chain_of(("new", number), [1 * MIB]))
+        assert disk_usage(tmp_path) <= LIMIT
+    assert_exact(tier)
+    tier.close()
+    tier = open_tier(tmp_path, limit=LIMIT)
+    assert tier.aside == ""
+    assert len(tier) > 10
+    tier.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("live", [True, False])
+def test_flipped_bits_in_lmdbs_own_trees_end_well_within_a_few_restarts(tmp_path: Path, live: bool) -> None:
+    """LMDB trusts its trees: a wrong bit in one may end the process. Restarted, it must get over it by itself."""
+    make_store(tmp_path / "whole")
+    deaths = 0
+    for seed in range(250 if LONG else 12):
+        path = tmp_path / "harmed"
+        shutil.rmtree(path, ignore_errors=True)
+        shutil.copytree(tmp_path / "whole", path)
+        if not live:
+            flip_tree_bytes(path, seed)
+        for attempt in range(5):
+            command = [sys.executable, "-m", "tests.storage.damage_ssd", str(path)]
+            done = subprocess.run(
+                [*command, str(seed)] if live and not attempt else command, capture_output=True, text=True, check=False
+            )
+            if done.returncode in (0, 7):
+                break
+            assert done.returncode < 0, f"seed {seed}: {done.stderr}"
+            deaths += 1
+        assert done.returncode in (0, 7), f"seed {seed} kills every owner: {done.returncode}"
+    assert deaths <= (25 if LONG else 3)
