@@ -292,6 +292,17 @@ def row(cache: Sequence[CacheObject], index: int) -> PromptCacheList:
     return [layer.extract(index) for layer in cache]
 
 
+def state_survives_batches() -> bool:
+    """Is recurrent state right when prompts of different lengths were computed as one batch?
+
+    mlx-lm 0.31 lets the padding into it (measured: logits off by 4), 0.32 does not.
+    """
+    import mlx_lm
+
+    major, minor = mlx_lm.__version__.split(".")[:2]
+    return (int(major), int(minor)) >= (0, 32)
+
+
 def position(cache: Sequence[CacheObject]) -> int | None:
     """How many tokens a prompt cache holds; None when its classes don't say (only state)."""
     offsets = [leaf.offset for _, leaf in leaves(cache) if hasattr(leaf, "offset")]

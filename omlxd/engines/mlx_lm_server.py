@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from omlxd.engines.caches import PromptCacheList
+from omlxd.engines.caches import PromptCacheList, state_survives_batches
 from omlxd.engines.prompt_cache import BLOCK_TOKENS, SNAPSHOT_TOKENS, PromptCache
 
 logger = logging.getLogger(__name__)
@@ -79,6 +79,8 @@ class ServerCache:
         self._kept: PromptCache | None = None
         self.fetched: list[int] = []
         """The tokens of the last fetch."""
+        self.batched = False
+        """Does what is inserted come from a batch?"""
 
     def __len__(self) -> int:
         return len(self._local)
@@ -109,14 +111,18 @@ class ServerCache:
     def insert_cache(self, model: ModelKey, tokens: list[int], prompt_cache: PromptCacheList, **options: Any) -> None:
         """Keep a cache that holds ``tokens``."""
         kept = self._for(model, tokens)
-        if kept is not None:
+        if kept is not None and self._right(kept):
             kept.save(tokens, prompt_cache)
         self._local.insert_cache(model, tokens, prompt_cache, **options)
 
     def keep(self, tokens: Sequence[int], cache: PromptCacheList) -> None:
         """Keep what there is of a prompt that is still being computed."""
-        if self._kept is not None:
+        if self._kept is not None and self._right(self._kept):
             self._kept.save(tokens, cache)
+
+    def _right(self, kept: PromptCache) -> bool:
+        """May what was computed be kept? Not what a batch has spoiled: it would be wrong for ever."""
+        return not (self.batched and kept.has_state) or state_survives_batches()
 
     def _for(self, model: ModelKey, tokens: Sequence[int]) -> PromptCache | None:
         """The prompt cache of a model; None for requests that omlxd can't serve."""
@@ -179,6 +185,7 @@ class KeepingBatches:
         **options: Any,
     ) -> list[int]:
         """As mlx-lm's: a list of segments for each prompt; returns their ids."""
+        self._cache.batched = True
         kept = self._cache.kept
         starts = [len(tokens) for tokens in all_tokens] if all_tokens else [0] * len(segments)
         prompts = [_last_alone([s for s in prompt if s]) for prompt in segments]
@@ -261,6 +268,7 @@ def _stream_generate(original: Callable[..., Iterator[Any]], cache: ServerCache)
     """``stream_generate`` for requests that are served alone: whole blocks are computed here, and kept one by one."""
 
     def stream_generate(model: Any, tokenizer: Any, prompt: list[int], **options: Any) -> Iterator[Any]:
+        cache.batched = False
         kept, tokens = cache.kept, cache.fetched
         start = len(tokens) - len(prompt)
         alone = options.get("draft_model") is None and options.get("input_embeddings") is None

@@ -20,7 +20,7 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import LRUPromptCache
 
 import omlxd
-from omlxd.engines.caches import Group
+from omlxd.engines.caches import Group, state_survives_batches
 from omlxd.engines.mlx_lm import PromptCache
 from omlxd.engines.mlx_lm_server import KeepingBatches, Options, ServerCache
 from scripts.daemon_process import CHECKOUT, DaemonProcess
@@ -216,6 +216,8 @@ def test_prompts_in_a_batch_are_kept_at_the_boundaries_they_stop_at(
     kind: Kind, daemon: DaemonProcess, tmp_path: Path
 ) -> None:
     size = 16
+    if kind.module == "afm7" and not state_survives_batches():
+        pytest.skip("mlx-lm 0.31 can't compute a batch of this model")
     model = build(kind, tmp_path / "model")
     options = Options(str(daemon.socket), size, 2 * size, "batch")
     cache = ServerCache(LRUPromptCache(), Loaded(model), options)
@@ -246,6 +248,9 @@ def test_prompts_in_a_batch_are_kept_at_the_boundaries_they_stop_at(
         )
         for tokens in prompts:
             restored, count = kept.restore(tokens)
+            if kept.has_state and not state_survives_batches():
+                assert count == 0, "this mlx-lm spoils state in batches"
+                continue
             assert count == (len(tokens) - 1) // size * size
             found = model(mx.array(tokens[count:])[None], cache=restored)[0, -1]
             expected = model(mx.array(tokens)[None])[0, -1]
