@@ -42,8 +42,10 @@ def compute_block_hash(
     data = token_bytes(token_ids)
     link = _NOTHING if parent_hash is None else bytes_header(len(parent_hash)) + parent_hash
     salt = _NOTHING if extra_keys is None else frame(extra_keys)
-    framed = b"%b%b%b%b%b" % (_before(model_name), link, _tokens_header(len(data)), data, salt)
-    return cast(BlockHash, sha256(framed).digest())
+    hasher = sha256(_before(model_name) + link + _tokens_header(len(data)))
+    hasher.update(data)
+    hasher.update(salt)
+    return cast(BlockHash, hasher.digest())
 
 
 def resolve_block_extra_keys(
@@ -86,12 +88,15 @@ def prompt_hashes(
 
 
 def _chain(data: bytes, step: int, before: bytes, salts: Iterable[bytes]) -> Iterator[bytes]:
+    view = memoryview(data)  # slices of it are hashed in place, without a copy
     header, to_parent = _tokens_header(step), before + bytes_header(HASH_BYTES)
     link = before + _NOTHING + header
     for start, salt in zip(range(0, len(data), step), salts, strict=False):
-        # Formatting is the fastest way to join three parts; it takes a fifth of the time that the hash does.
-        name = sha256(b"%b%b%b" % (link, data[start : start + step], salt)).digest()
-        link = b"%b%b%b" % (to_parent, name, header)
+        hasher = sha256(link)
+        hasher.update(view[start : start + step])
+        hasher.update(salt)
+        name = hasher.digest()
+        link = to_parent + name + header
         yield name
 
 

@@ -240,8 +240,17 @@ def test_a_key_that_is_inserted_again_has_the_new_chunk_at_the_next_rank() -> No
 
 
 def test_clear_drops_everything_whatever_its_ref_cnt() -> None:
-    policy = filled(3, ref_cnt=2)
+    policy = filled(3)
+    pinned = policy.get(K[0])
+    assert pinned is not None
+    pinned.ref_cnt = 2
+    policy.on_request_access(K[:1], RequestContext())
+    assert policy.evict(3, {K[1]}) is None
+    policy.on_request_access(K[2:3], RequestContext())
+    assert all((policy._out, policy._heap, policy._heaped, policy._shared, policy._groups, policy._num_places))
     policy.clear()
+    assert not any((policy._out, policy._heap, policy._heaped, policy._shared, policy._groups, policy._num_places))
+    assert not any((policy._log_keys, policy._log_ranks, policy._rank, policy._head))
     assert [policy.get(key) for key in K[:3]] == [None] * 3
     policy.insert(K[1], ready(1))
     assert victims(policy, 1) == [1]
