@@ -173,9 +173,12 @@ class Environment:
         new = create and self._env.stat()["entries"] == 0
         if not new and b"meta" not in self._env.dbs():
             raise StoreBroken(self.path, "it is an LMDB file, but not of this program")
-        self.meta = self._env.open_db(b"meta", create=create)
         if new:
-            self._create_format()
+            with self._env.begin(write=True) as txn:  # the name and the format together: a kill leaves none or both
+                self.meta = self._env.open_db(b"meta", txn=txn)
+                txn.put(b"format", _format(), db=self.meta)
+        else:
+            self.meta = self._env.open_db(b"meta", create=False)
         with self._env.begin() as txn:
             found = txn.get(b"format", db=self.meta)
         if found != _format():
@@ -186,10 +189,6 @@ class Environment:
         self.namespaces = self._env.open_db(b"namespaces", create=create)
         self.quarantine = self._env.open_db(b"quarantine", create=create)
         self._databases = (self.meta, self.blocks, self.pieces, self.recency, self.namespaces, self.quarantine)
-
-    def _create_format(self) -> None:
-        with self._env.begin(write=True) as txn:
-            txn.put(b"format", _format(), db=self.meta)
 
     def _find_base(self) -> int:
         """The address at which the file is mapped, from a tree's page: each page begins with its number."""

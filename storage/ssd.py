@@ -156,6 +156,8 @@ class SsdTier:
         """Whether the last owner closed the store in order."""
         self.state: State = "read-only" if opened.readonly else "ok"
         self.reason = "the disk is mounted read-only" if opened.readonly else ""
+        if opened.trouble is not None:
+            self.state, self.reason = opened.trouble.state, opened.trouble.reason
         room = Room(
             limit=self._settings.limit,
             min_free=self._settings.min_free,
@@ -329,6 +331,7 @@ class SsdTier:
         """Loop. Change it live; ``plan([])`` reaches a lower one step by step. ``ValueError`` below ``MIN_LIMIT``."""
         if limit < MIN_LIMIT:
             raise ValueError(f"an SSD limit of {limit} bytes is too small: give {MIN_LIMIT} or more")
+        self._settings = replace(self._settings, limit=limit)
         self._ledger.room.limit = limit
 
     @property
@@ -338,6 +341,7 @@ class SsdTier:
 
     @min_free.setter
     def min_free(self, nbytes: int) -> None:
+        self._settings = replace(self._settings, min_free=nbytes)
         self._ledger.room.min_free = nbytes
 
     @property
@@ -400,7 +404,9 @@ class SsdTier:
             self._lock.is_well()
         policy = self._ledger.policy
         built = policy.build() if isinstance(policy, WarmingPolicy) else None
-        return replace(look(self._environment, self.state, self._free_space, self._reopen), policy=built)
+        return replace(
+            look(self._environment, self.state, self._settings.limit, self._free_space, self._reopen), policy=built
+        )
 
     def observe(self, health: Health) -> None:
         """Loop. Take in what ``probe`` found."""
@@ -423,8 +429,11 @@ class SsdTier:
         if state != self.state:
             log.log(logging.INFO if state == "ok" else logging.ERROR, "SSD tier %s is %s: %s", self.path, state, reason)
             self.counts[f"state_{state}"] += 1
+        if state == "full":
+            self._ledger.room.disk_was_full()
+        elif state == "ok":
+            self._ledger.room.disk_is_well()
         self.state, self.reason = state, reason
-        self._ledger.room.hold(full=state == "full")
 
     def _reopen(self, check: bool) -> Opened:
         self._environment.close()
@@ -510,8 +519,7 @@ def _open(path: Path, settings: _Settings, check: bool = False) -> Opened:
 
     return open_store(
         path,
-        map_bytes=settings.limit - (settings.limit >> 6),
-        keep_aside_bytes=settings.limit >> 4,
+        limit=settings.limit,
         durability=settings.durability,
         make_policy=make_policy,
         boot=settings.boot,

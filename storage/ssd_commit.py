@@ -6,7 +6,9 @@ are programming errors.
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import struct
 import time
 from collections.abc import Callable, Mapping
@@ -18,6 +20,7 @@ import lmdb
 import msgpack
 
 from omlxd.storage.environment import Environment, WriteTransaction, trouble
+from omlxd.storage.ssd_ballast import drop_ballast
 from omlxd.storage.ssd_errors import Damaged, DiskTrouble
 from omlxd.storage.ssd_pages import BadFile
 from omlxd.storage.ssd_plan import CommitOutcome, CommitPlan, Quarantined
@@ -32,6 +35,8 @@ FreeSpace: TypeAlias = Callable[[Path], int]
 
 _NUMBER = struct.Struct(">Q")
 COUNTERS = b"counters"
+FULL_BYTES = 1 << 20
+"""A disk with less free space than that, and what a write needs, counts as full."""
 COMMITS_PER_ROOM = 1
 """Transactions after which freed pages can be used again: LMDB keeps those of the last commit for its readers."""
 
@@ -118,7 +123,19 @@ class _Commit:
         self._outcome = CommitOutcome(stored=False, removed=False)
 
     def attempt(self) -> CommitOutcome:
-        """In one transaction where there is room, else after one that evicts."""
+        """In one transaction where there is room, else after one that evicts. On a full disk with the ballast's space."""
+        outcome = self._attempt()
+        if (
+            outcome.state == "full"
+            and not outcome.removed
+            and not self._plan.blocks
+            and drop_ballast(self._environment.path)
+        ):
+            self._outcome = CommitOutcome(stored=False, removed=False)
+            outcome = self._attempt()
+        return outcome
+
+    def _attempt(self) -> CommitOutcome:
         environment, plan = self._environment, self._plan
         try:
             if plan.start_over:
@@ -141,7 +158,19 @@ class _Commit:
             what = "LMDB finds no run of free pages that is long enough"
             return replace(self._outcome, map_full=self._outcome.map_full + 1, reason=what)
         except _TROUBLE as error:
-            return _failed(self._outcome, error)
+            return _failed(self._outcome, self._diagnosed(error))
+
+    def _diagnosed(self, error: Exception) -> Exception:
+        """LMDB takes a write that came out short for an I/O error; mostly it means that the disk is full."""
+        if getattr(error, "errno", None) != errno.EIO and getattr(error, "code", None) != errno.EIO:
+            return error
+        try:
+            status = os.statvfs(self._environment.path)
+        except OSError:
+            return error
+        need = self._plan.need_pages * self._environment.header.page_bytes
+        full = status.f_bavail * status.f_frsize < need + FULL_BYTES
+        return DiskTrouble("full", f"no room for {need} bytes: {error}") if full else error
 
     def _may_grow(self) -> bool:
         """Would the file, and the volume, stay within their limits however LMDB chooses its pages?"""
@@ -249,4 +278,4 @@ def _failed(outcome: CommitOutcome, error: Exception) -> CommitOutcome:
     if isinstance(error, BadFile | Damaged):
         error = DiskTrouble("gone", f"the data file is not in order: {error}")
     what = error if isinstance(error, DiskTrouble) else trouble(error)
-    return replace(outcome, state=what.state, reason=what.reason)  # type: ignore[arg-type]
+    return replace(outcome, state=what.state, reason=what.reason)

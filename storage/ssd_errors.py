@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 
 class SsdError(Exception):
@@ -47,7 +48,7 @@ class DiskTrouble(Missing):
     to blame and stays. ``state`` is what the tier becomes: "read-only", "gone" or "full".
     """
 
-    def __init__(self, state: str, reason: str) -> None:
+    def __init__(self, state: Literal["read-only", "gone", "full"], reason: str) -> None:
         super().__init__(reason)
         self.state = state
         self.reason = reason

@@ -10,6 +10,7 @@ from pathlib import Path
 import lmdb
 
 from omlxd.storage.environment import DATA_NAME, Environment, trouble
+from omlxd.storage.ssd_ballast import ballast_bytes, lay_ballast
 from omlxd.storage.ssd_errors import Damaged, DiskTrouble, SsdError
 from omlxd.storage.ssd_load import Opened, other_bytes
 from omlxd.storage.ssd_pages import BadFile
@@ -19,7 +20,11 @@ log = logging.getLogger(__name__)
 
 
 def look(
-    environment: Environment, state: State, free_space: Callable[[Path], int], reopen: Callable[[bool], Opened]
+    environment: Environment,
+    state: State,
+    limit: int,
+    free_space: Callable[[Path], int],
+    reopen: Callable[[bool], Opened],
 ) -> Health:
     """Find out how the disk is. ``reopen`` is called where the store is back after it was gone or read-only.
 
@@ -37,6 +42,7 @@ def look(
         if state != "ok":
             with environment.writing() as txn:  # does it take a write again?
                 txn.put(environment.meta, b"tick", b"")
+        lay_ballast(path, ballast_bytes(limit))
         return Health(
             "ok",
             free_bytes=free_space(path),
@@ -45,7 +51,7 @@ def look(
         )
     except (DiskTrouble, Damaged, BadFile, OSError, lmdb.Error) as error:
         what = error if isinstance(error, DiskTrouble) else trouble(error)
-        return Health(what.state, what.reason)  # type: ignore[arg-type]
+        return Health(what.state, what.reason)
 
 
 def _find_again(environment: Environment, reopen: Callable[[bool], Opened]) -> Health:

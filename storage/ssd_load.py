@@ -7,6 +7,7 @@ what the limit leaves for it, until the next one takes its place.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import logging
@@ -24,7 +25,8 @@ import msgpack
 import psutil
 
 from omlxd.policy.base import CachePolicy
-from omlxd.storage.environment import DATA_NAME, Durability, Environment, Pages
+from omlxd.storage.environment import DATA_NAME, Durability, Environment, Pages, trouble
+from omlxd.storage.ssd_ballast import ballast_bytes, lay_ballast
 from omlxd.storage.ssd_commit import COUNTERS, Row, unpack_row
 from omlxd.storage.ssd_errors import Damaged, DiskTrouble, StoreBroken
 from omlxd.storage.ssd_index import Entry, Index, SpaceTotals
@@ -65,14 +67,15 @@ class Opened:
     """The last owner closed it in good order."""
     aside: str = ""
     unreadable: list[tuple[bytes, str]] = field(default_factory=list)
-    """Records that could not be read: (key, reason); they are removed by the next commit."""
+    """Records that could not be read: (key, reason)."""
+    trouble: DiskTrouble | None = None
+    """The store can be read, but the disk took no write."""
 
 
 def open_store(
     path: Path,
     *,
-    map_bytes: int,
-    keep_aside_bytes: int,
+    limit: int,
     durability: Durability,
     make_policy: Callable[[], CachePolicy],
     boot: str,
@@ -83,10 +86,13 @@ def open_store(
     ``boot`` names this run of the machine. ``check``: go through its structure first, whatever its past.
     """
     readonly = False
+    map_bytes = limit - (limit >> 6)
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock: StoreLock | None = StoreLock.acquire(path, boot, durability)
-        _tag(path)
+        with contextlib.suppress(OSError):  # neither is worth a refusal
+            _tag(path)
+            lay_ballast(path, ballast_bytes(limit))
     except OSError as error:
         if error.errno != errno.EROFS or not (path / DATA_NAME).exists():
             raise
@@ -102,7 +108,7 @@ def open_store(
                 raise OSError(errno.EROFS, f"{error}; and it cannot be moved aside, the disk is read-only") from error
             aside = str(error)
             log.error("%s; it is moved aside, the cache starts cold", aside)
-            set_aside(path, keep_aside_bytes)
+            set_aside(path, limit >> 4)
             opened = _open(path, map_bytes, durability, make_policy, readonly, lock)
         opened.aside = aside
     except BaseException:
@@ -126,7 +132,16 @@ def _open(
     try:
         opened = _load(environment, make_policy, readonly, lock)
         if not readonly:
-            _mark_open(environment, opened)
+            try:
+                _mark_open(environment, opened)
+            except (lmdb.DiskError, OSError) as error:
+                opened.trouble = trouble(error)
+            except lmdb.Error as error:
+                if error.code <= 0 and not isinstance(
+                    error, lmdb.MapFullError
+                ):  # LMDB's own codes: the file is to blame
+                    raise
+                opened.trouble = trouble(error)
         opened.pages = environment.count_pages()
     except (lmdb.Error, BadFile, DiskTrouble) as error:
         environment.close()

@@ -18,6 +18,7 @@ from omlxd.storage.ssd_index import Entry, Index, SpaceTotals, subtree
 
 MARGIN = 0.05
 MAX_MARGIN = 0.30
+MAX_PATIENCE = 4096
 LEAST_MARGIN = 4 * PIECE_PAGE_BYTES
 SLACK_PAGES = 24
 """Pages of the trees that a transaction copies besides its values."""
@@ -45,6 +46,9 @@ class Room:
     margin: float = MARGIN
     unripe_pages: int = 0
     """Freed by the last transaction: they can be used after the next one."""
+    patience: int = 8
+    """Looks at the disk before ``ceiling`` is lifted."""
+    _looks_left: int = 0
 
     @property
     def allowed_bytes(self) -> int:
@@ -90,12 +94,18 @@ class Room:
         free = growth + self.pages.total - self.pages.live - self.unripe_pages
         return need_pages * 3 <= free * 2
 
-    def hold(self, *, full: bool) -> None:
-        """Stay at what the file has, and a little less, while the disk says that it is full."""
-        if not full:
-            self.ceiling = None
-        elif self.ceiling is None:
-            self.ceiling = self.allocated_bytes - self.allocated_bytes // 16
+    def disk_was_full(self) -> None:
+        """The disk refused a write: stay below what the file has, and try more only after a while, each time longer."""
+        self.ceiling = min(self.allocated_bytes, self.ceiling or self.allocated_bytes) // 16 * 15
+        self.patience = min(MAX_PATIENCE, 2 * self.patience)
+        self._looks_left = self.patience
+
+    def disk_is_well(self) -> None:
+        """A look at the disk found nothing wrong (a quota does not show in its free space)."""
+        if self.ceiling is not None:
+            self._looks_left -= 1
+            if self._looks_left <= 0:
+                self.ceiling = None
 
     def map_was_full(self) -> None:
         """LMDB found no room where this plan expected some: keep more free from now on."""
