@@ -1,0 +1,553 @@
+"""The remote tier: blocks on a Valkey server or cluster, shared by several machines.
+
+Blocks are immutable and named by their content, so there is nothing to keep coherent; the server may lose any of them at
+any time. It is asked for many keys in one round trip per node, bounded by a deadline, and only when it is known to be
+well: a server in trouble costs nobody any time but its prober (``remote_breaker``).
+
+Satisfies ``tier.OuterTier``. State belongs to the event loop's thread; the client library runs on worker threads, because
+sockets there move 2 MiB values with little of the interpreter's lock (measured, see docs/remote.md).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+from omlxd.policy.base import RequestContext
+from omlxd.storage.blocks import BlockMeta
+from omlxd.storage.codec_choice import CodecChoice
+from omlxd.storage.remote_cluster import Cluster, Node, read_slots
+from omlxd.storage.remote_known import Known, Memory
+from omlxd.storage.remote_records import Header, Stranger, unpack_header
+from omlxd.storage.remote_seal import Keyed, Plain, Seal, piece_name, read_key_file, tag_of
+from omlxd.storage.remote_server import Moved, Patience, Server
+from omlxd.storage.remote_settings import RemoteSettings
+from omlxd.storage.remote_transfer import LinkRate, fetch, write
+from omlxd.storage.remote_writer import Allowance, WriteQueue, block_tokens_of
+from omlxd.storage.tier import Damaged, Described, Missing, Payload, TierHost, Trouble
+
+log = logging.getLogger(__name__)
+
+ASK_MOST = 4096
+"""Keys of one ``ask``."""
+ASKS_PER_NODE = 2
+"""Workers that may wait for one node at once: a node that hangs must not take them all."""
+SLICE = 128
+"""Headers that are checked before other threads get a turn."""
+WRITE_PAUSE_SECONDS = 2.0
+"""How long a node that refuses writes is left alone with them."""
+LOOK_SECONDS = 0.1
+IDLE_PING_SECONDS = 5.0
+SLOTS_SECONDS = 1.0
+STOP_SECONDS = 3.0
+
+
+class RemoteTier:
+    """See the module."""
+
+    name = "remote"
+
+    def __init__(
+        self,
+        options: Mapping[str, object],
+        host: TierHost,
+        *,
+        memory: Memory | None = None,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        """``options``: the configuration's ``[remote]``. Connects to nothing before ``start``.
+
+        ``wall``: seconds since the epoch. Raises ``ValueError`` for what cannot be used, in words that name the setting.
+        """
+        self.settings = RemoteSettings.from_options(options)
+        secret = self.settings.secret_path()
+        try:
+            self._seal: Seal = Keyed(read_key_file(secret)) if secret is not None else Plain()
+        except ImportError:
+            raise ValueError("remote.key_file: sealing needs a library: pip install 'omlxd[valkey]'") from None
+        self.counts: Counter[str] = Counter()
+        self.link = LinkRate()
+        self._host = host
+        self._clock = host.clock
+        self._wall = wall
+        self._known = Known(host.clock, memory or Memory())
+        try:
+            self._cluster = Cluster(
+                self.settings.target, Patience(self.settings.deadline), self.settings.ca_file, host.clock
+            )
+        except Trouble as error:
+            raise ValueError(f"remote.url: {error}") from None
+        self._codecs = CodecChoice("auto", disk_rate=lambda: self.link.bytes_per_second, timer=time.perf_counter)
+        self._allowance = Allowance(float(self.settings.max_rate), host.clock)
+        self._queue = WriteQueue(send=self._send, ready=self._may_write, counts=self.counts)
+        self._block_tokens: dict[bytes, int] = {}
+        self._ttls: dict[bytes, float] = {}
+        self._pinned: dict[bytes, tuple[Header, Node]] = {}
+        self._writer = os.urandom(4).hex()
+        self._asks = ThreadPoolExecutor(8, "omlxd-remote-ask")
+        self._sends = ThreadPoolExecutor(1, "omlxd-remote-send")
+        self._probes = ThreadPoolExecutor(4, "omlxd-remote-probe")
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._looking: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[object]] = set()
+        self._slots_at = 0.0
+        self._stopping = False
+
+    # -- life
+
+    def start(self) -> None:
+        """Loop. Connect, and begin to send what is offered."""
+        self._loop = asyncio.get_running_loop()
+        self._looking = self._loop.create_task(self._look_after(), name="omlxd-remote-look")
+        self._queue.start()
+
+    async def stop(self) -> None:
+        """Loop. Send what waits for a few seconds at most, and end all connections."""
+        await self._queue.stop(STOP_SECONDS)
+        self._stopping = True
+        tasks = [*self._tasks, *([self._looking] if self._looking is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._cluster.close()  # what still waits for an answer ends with its connection
+        for pool in (self._asks, self._sends, self._probes):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    # -- what is there
+
+    def __contains__(self, key: bytes) -> bool:
+        """Loop. Is the block known to be on the server, and is the server well?"""
+        if self._known.header(key) is None:
+            return False
+        node = self._node_of(key)
+        return node is not None and node.breaker.closed
+
+    def meta(self, key: bytes) -> Header | None:
+        """Loop. The block's header, where it is known to be there."""
+        return self._known.header(key)
+
+    def unasked(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Loop. Keys that are worth asking for, at most ``ASK_MOST``; none while no server is well."""
+        if self._stopping or not any(node.breaker.closed for node in self._cluster.nodes.values()):
+            return []
+        found: list[bytes] = []
+        for key in keys:
+            if key not in self._known and (node := self._node_of(key)) is not None and node.breaker.closed:
+                found.append(key)
+                if len(found) == ASK_MOST:
+                    break
+        return found
+
+    async def ask(self, keys: Sequence[bytes], timeout: float) -> None:
+        """Loop. One round trip to each node that has some of ``keys``; at most ``timeout`` and the deadline."""
+        loop = asyncio.get_running_loop()
+        by_node: dict[int, tuple[Node, list[bytes]]] = {}
+        for key in keys:
+            node = self._node_of(key)
+            if node is not None:
+                by_node.setdefault(id(node), (node, []))[1].append(key)
+        asked: dict[asyncio.Future[_Found], _Question] = {}
+        self.counts["asked_keys"] += len(keys)
+        for node, mine in by_node.values():
+            self._known.absent(mine, answered=False)  # nobody asks for these again while they are under way
+            if not node.breaker.closed or node.asking >= ASKS_PER_NODE or self._stopping:
+                self.counts["not_asked_busy"] += len(mine)
+                continue
+            node.asking += 1
+            self.counts["asks"] += 1
+            question = _Question(node, mine, self._clock())
+            future = loop.run_in_executor(
+                self._asks, self._get_headers, node.server, mine, frozenset(self._block_tokens)
+            )
+            future.add_done_callback(partial(self._answered, question))
+            asked[future] = question
+        if not asked:
+            return
+        _, late = await asyncio.wait(asked, timeout=min(timeout, self.settings.deadline))
+        for future in late:
+            question = asked[future]
+            if timeout >= self.settings.deadline:  # else it was not given the time that it may take
+                question.late = True
+                self.counts["asks_late"] += 1
+                self._failed(question.node, Trouble("slow", f"{question.node.server.address}: it answers late"))
+
+    # -- restoring
+
+    def pin(self, key: bytes) -> bool:
+        """Loop. See ``LowerTier``."""
+        header, node = self._known.header(key), self._node_of(key)
+        if header is None or node is None or not node.breaker.closed:
+            return False
+        self._pinned[key] = (header, node)
+        return True
+
+    def unpin(self, entry: Described) -> None:
+        """Loop. See ``LowerTier``."""
+        self._pinned.pop(entry.key, None)
+
+    def read_ahead(self, keys: Sequence[bytes]) -> None:
+        """Worker. Nothing to do: the server's blocks are in its memory."""
+
+    def read_into(self, key: bytes, out: memoryview) -> int:
+        """Worker. Fetch a pinned block into ``out``; see ``LowerTier``."""
+        pinned = self._pinned.get(key)
+        if pinned is None:
+            raise Missing("not known to be on the server")
+        header, node = pinned
+        try:
+            begun = time.perf_counter()
+            fetch(node.server, header, self._seal, out)
+            self.link.note(header.stored_bytes, time.perf_counter() - begun)
+            self._keep_alive(node.server, header)
+        except Trouble as error:
+            self._soon(self._failed, node, error)
+            raise
+        except Missing:
+            self._soon(self._known.absent, [key])
+            raise
+        self._soon(self._well, node)
+        return header.nbytes
+
+    def damaged(self, key: bytes, reason: str) -> None:
+        """Loop. What stands there is not what was stored: a miss."""
+        self.counts["strangers"] += 1
+        self._known.absent([key])
+
+    def touch(self, keys: Sequence[bytes], ctx: RequestContext | None = None) -> None:
+        """Loop. Nothing: a block's life on the server is prolonged when it is fetched."""
+
+    # -- filling
+
+    def register_namespace(self, namespace: bytes, descriptor: Mapping[str, object]) -> None:
+        """Loop. See ``OuterTier``."""
+        self._block_tokens[namespace] = block_tokens_of(descriptor)
+
+    def set_ttl(self, namespace: bytes, seconds: float | None) -> None:
+        """Loop. See ``OuterTier``."""
+        if seconds is None:
+            self._ttls.pop(namespace, None)
+        else:
+            self._ttls[namespace] = seconds
+
+    def offer(self, meta: BlockMeta, *, asked_again: bool = False) -> None:
+        """Loop. Send the block when its turn comes, if it is admitted and not there yet."""
+        if self._stopping or not meta.nbytes or self._known.header(meta.key) is not None:
+            return
+        block_tokens = self._block_tokens.get(meta.namespace, 1)
+        if not self.settings.admission.takes(meta, block_tokens, asked_again=asked_again):
+            self.counts["not_admitted"] += not asked_again
+            return
+        self._queue.add(meta.key)
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """Loop. Take these off the server too, in the background; a server in trouble keeps them until their time is over."""
+        for key in keys:
+            self._queue.discard(key)
+        self._background(self._forget(list(keys)))
+
+    # -- settings and numbers
+
+    def configure(self, options: Mapping[str, object]) -> None:
+        """Loop. See ``OuterTier``."""
+        new = RemoteSettings.from_options(options)
+        if fixed := self.settings.fixed_changes(new):
+            raise ValueError(f"remote.{', remote.'.join(fixed)}: only a restart changes that")
+        self.settings = new
+        self._allowance.rate = float(new.max_rate)
+
+    def stats(self) -> dict[str, object]:
+        """Loop. Numbers for ``status`` and metrics."""
+        nodes = list(self._cluster.nodes.values())
+        worst = next((node for node in nodes if not node.breaker.closed), None)
+        refusing = next((node for node in nodes if node.write_state != "ok"), None)
+        state, reason = "ok", ""
+        if worst is not None:
+            state, reason = worst.breaker.state, worst.breaker.reason
+        elif refusing is not None:
+            state, reason = refusing.write_state, refusing.write_reason
+        return {
+            "state": state,
+            "reason": reason,
+            "url": str(self.settings.target),
+            "sealed": self.settings.key_file != "",
+            "nodes": [
+                {
+                    "address": str(node.server.address),
+                    "state": node.breaker.state,
+                    "writes": node.write_state,
+                    "opened": node.breaker.opened,
+                }
+                for node in nodes
+            ],
+            "known_blocks": len(self._known),
+            "queue": len(self._queue),
+            "link_bytes_per_second": self.link.bytes_per_second,
+            "counts": dict(self.counts),
+        }
+
+    def troubles(self) -> list[str]:
+        """Loop. What is wrong, a sentence for each node."""
+        found = []
+        for node in self._cluster.nodes.values():
+            if node.breaker.state not in ("ok", "connecting"):
+                found.append(
+                    f"the remote tier is not used for now: {node.breaker.reason}; "
+                    "it is tried again by itself, and local tiers work as ever"
+                )
+            elif node.write_state != "ok":
+                found.append(
+                    f"the remote tier is read but not written: {node.write_reason}; it is tried again by itself"
+                )
+        return found
+
+    # -- inside: asking
+
+    def _node_of(self, key: bytes) -> Node | None:
+        if not self.settings.target.cluster:
+            return self._cluster.node_of(0)
+        return self._cluster.node_of(tag_of(self._seal.name(key)))
+
+    def _get_headers(self, server: Server, keys: Sequence[bytes], namespaces: frozenset[bytes]) -> _Found:
+        names = [self._seal.name(key) for key in keys]
+        groups: dict[int, list[bytes]] = {}
+        for name in names:
+            groups.setdefault(tag_of(name) if self.settings.target.cluster else 0, []).append(name)
+        found = _Found()
+        for index, (key, stored) in enumerate(zip(keys, server.get_headers(names, list(groups.values())), strict=True)):
+            if stored is None:
+                found.absent.append(key)
+                continue
+            try:
+                found.present.append(unpack_header(key, namespaces, stored, self._seal))
+            except Stranger as error:
+                found.strangers.append((key, str(error)))
+            if index % SLICE == SLICE - 1:
+                time.sleep(0)
+        return found
+
+    def _answered(self, question: _Question, future: asyncio.Future[_Found]) -> None:
+        node = question.node
+        node.asking -= 1
+        if future.cancelled():
+            return
+        error = future.exception()
+        if isinstance(error, Trouble):
+            if not question.late:
+                self._failed(node, error)
+            return
+        if error is not None:
+            log.error("asking %s failed", node.server.address, exc_info=error)
+            self._failed(node, Trouble("refused", f"{node.server.address}: {type(error).__name__}: {error}"))
+            return
+        found = future.result()
+        self._known.present(found.present)
+        self._known.absent(found.absent)
+        self._known.absent([key for key, _ in found.strangers])
+        if found.strangers:
+            key, why = found.strangers[0]
+            log.warning("what %s has for block %s is not ours: %s", node.server.address, key[:8].hex(), why)
+            self.counts["strangers"] += len(found.strangers)
+        self.counts["found_keys"] += len(found.present)
+        self.counts["ask_microseconds"] += round(1e6 * (self._clock() - question.since))
+        if not question.late:
+            self._well(node)
+
+    # -- inside: how the servers are
+
+    def _well(self, node: Node) -> None:
+        if not node.breaker.closed:
+            log.info("the remote tier's server %s is used again", node.server.address)
+        node.breaker.succeeded()
+        node.heard = self._clock()
+
+    def _failed(self, node: Node, trouble: Trouble) -> None:
+        self.counts[f"trouble_{trouble.state}"] += 1
+        if isinstance(trouble, Moved):
+            self._cluster.stale = True
+            return
+        if node.breaker.failed(trouble.state, trouble.reason):
+            log.warning("the remote tier's server is not used for now: %s", trouble.reason)
+
+    def _refused_write(self, node: Node, trouble: Trouble) -> None:
+        """A write failed: is it only writing that does not work?"""
+        if isinstance(trouble, Moved) or trouble.state not in ("full", "read-only", "refused"):
+            self._failed(node, trouble)
+            return
+        self.counts[f"trouble_{trouble.state}"] += 1
+        if node.write_state == "ok":
+            log.warning("the remote tier is not written for now: %s", trouble.reason)
+        node.write_state, node.write_reason = trouble.state, trouble.reason
+        node.write_again = self._clock() + WRITE_PAUSE_SECONDS
+        self._cluster.stale |= self.settings.target.cluster  # a primary that has become a replica
+
+    async def _look_after(self) -> None:
+        """Probe what is in trouble, and what has not been heard of for long; keep the map of the cluster."""
+        while True:
+            now = self._clock()
+            for node in list(self._cluster.nodes.values()):
+                silent = node.breaker.closed and now - node.heard > IDLE_PING_SECONDS
+                if silent:
+                    node.heard = now
+                if silent or node.breaker.probe_due():
+                    self._background(self._probe(node))
+            cluster = self._cluster
+            unwell = any(not node.breaker.closed for node in cluster.nodes.values())
+            if self.settings.target.cluster and (cluster.stale or unwell) and now - self._slots_at > SLOTS_SECONDS:
+                self._slots_at = now
+                self._background(self._read_map())
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def _probe(self, node: Node) -> None:
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._probes, node.server.ping)
+        except Trouble as error:
+            self._failed(node, error)
+        else:
+            self._well(node)
+
+    async def _read_map(self) -> None:
+        servers = self._cluster.to_ask_for_slots()
+        try:
+            slots = await asyncio.get_running_loop().run_in_executor(self._probes, read_slots, servers)
+        except Trouble as error:
+            log.debug("the cluster's map cannot be read: %s", error)
+            return
+        if self._cluster.adopt(slots):
+            self._known.forget_all()
+            log.info("the remote tier's cluster has %d nodes", len(self._cluster.nodes))
+
+    # -- inside: writing
+
+    def _may_write(self) -> bool:
+        now = self._clock()
+        return any(node.writable(now) for node in self._cluster.nodes.values())
+
+    async def _send(self, batch: Sequence[bytes]) -> None:
+        if unknown := self.unasked(batch):
+            await self.ask(unknown, self.settings.deadline)
+        for index, key in enumerate(batch):
+            if self._known.header(key) is not None:
+                self.counts["present"] += 1
+                continue
+            node = self._node_of(key)
+            if node is None or not node.writable(self._clock()):
+                if not self._may_write():
+                    self._queue.put_back(batch[index:])
+                    return
+                self.counts["dropped_node_unwell"] += 1
+                continue
+            if (owed := self._allowance.owed()) > 0:
+                await asyncio.sleep(owed)
+            await self._send_one(key, node)
+
+    async def _send_one(self, key: bytes, node: Node) -> None:
+        payload = self._host.payload(key)
+        if payload is None:
+            self.counts["dropped_gone"] += 1
+            return
+        ttl = self._ttls.get(payload.meta.namespace, self.settings.ttl)
+        try:
+            header = await asyncio.get_running_loop().run_in_executor(
+                self._sends, self._write, node.server, payload, ttl
+            )
+        except Trouble as error:
+            self._refused_write(node, error)
+            self._queue.put_back([key])
+        except (Missing, Damaged):
+            self.counts["dropped_gone"] += 1
+        except Exception:
+            log.exception("block %s could not be sent", key[:8].hex())
+            self.counts["dropped_error"] += 1
+        else:
+            self.counts["written"] += 1
+            self.counts["written_bytes"] += header.nbytes
+            self.counts["sent_bytes"] += header.stored_bytes
+            self._allowance.spend(header.stored_bytes)
+            self._known.present([header])
+            if node.write_state != "ok":
+                log.info("the remote tier's server %s is written again", node.server.address)
+                node.write_state, node.write_reason = "ok", ""
+            self._well(node)
+        finally:
+            payload.release()
+
+    def _write(self, server: Server, payload: Payload, ttl: float) -> Header:
+        view = payload.read()
+        codec = self._codecs.codec_for(payload.meta.namespace, view)
+        begun = time.perf_counter()
+        header = write(
+            server, payload.meta, view, codec, self._seal, ttl=ttl, stored_at=self._wall(), writer=self._writer
+        )
+        self.link.note(header.stored_bytes, time.perf_counter() - begun)
+        return header
+
+    def _keep_alive(self, server: Server, header: Header) -> None:
+        """Worker. Blocks that are fetched in the second half of their life get a new one."""
+        ttl = self._ttls.get(header.namespace, self.settings.ttl)
+        if self._wall() - header.stored_at < ttl / 2:
+            return
+        name = self._seal.name(header.key)
+        names = [name, *(piece_name(name, header.write_id, number) for number in range(header.pieces))]
+        server.extend(names, round(1000 * ttl))
+
+    async def _forget(self, keys: list[bytes]) -> None:
+        if unknown := self.unasked(keys):
+            await self.ask(unknown, self.settings.deadline)
+        for key in keys:
+            header, node = self._known.header(key), self._node_of(key)
+            self._known.absent([key])
+            if header is None or node is None:
+                continue
+            name = self._seal.name(key)
+            names = [name, *(piece_name(name, header.write_id, number) for number in range(header.pieces))]
+            try:
+                await asyncio.get_running_loop().run_in_executor(self._sends, node.server.remove, names)
+                self.counts["removed"] += 1
+            except Trouble as error:
+                self._refused_write(node, error)
+
+    # -- inside: tasks
+
+    def _background(self, work: Coroutine[object, object, object]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._background_done)
+
+    def _background_done(self, task: asyncio.Task[object]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("the remote tier's upkeep failed", exc_info=error)
+
+    def _soon(self, call: Callable[..., object], *args: object) -> None:
+        """Worker. Have the loop's thread call it."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(call, *args)
+
+
+class _Question:
+    """An ask under way."""
+
+    __slots__ = ("keys", "late", "node", "since")
+
+    def __init__(self, node: Node, keys: list[bytes], since: float) -> None:
+        self.node = node
+        self.keys = keys
+        self.since = since
+        self.late = False
+
+
+class _Found:
+    """What one node has answered."""
+
+    __slots__ = ("absent", "present", "strangers")
+
+    def __init__(self) -> None:
+        self.present: list[Header] = []
+        self.absent: list[bytes] = []
+        self.strangers: list[tuple[bytes, str]] = []
