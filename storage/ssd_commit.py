@@ -24,6 +24,7 @@ from omlxd.storage.ssd_ballast import drop_ballast
 from omlxd.storage.ssd_errors import Damaged, DiskTrouble
 from omlxd.storage.ssd_pages import BadFile
 from omlxd.storage.ssd_plan import CommitOutcome, CommitPlan, Quarantined
+from omlxd.storage.ssd_records import seal, unseal
 
 log = logging.getLogger(__name__)
 
@@ -56,12 +57,23 @@ class Row:
         packed: bytes = msgpack.packb(
             [self.number, dict(self.descriptor), self.blocks, self.nbytes, self.stored_bytes], use_bin_type=True
         )
-        return packed
+        return seal(packed)
 
 
 def unpack_row(packed: bytes) -> Row:
-    """Read a row of the ``namespaces`` database."""
-    return Row(*msgpack.unpackb(packed, strict_map_key=False))
+    """Read a row of the ``namespaces`` database. Raises ``Damaged``."""
+    return Row(*msgpack.unpackb(unseal(packed), strict_map_key=False))
+
+
+def pack_counters(counters: Mapping[str, int]) -> bytes:
+    """As they are stored."""
+    packed: bytes = msgpack.packb(dict(counters))
+    return seal(packed)
+
+
+def unpack_counters(packed: bytes | None) -> dict[str, int]:
+    """The store's counters; none in a new one. Raises ``Damaged``."""
+    return {} if packed is None else {str(name): int(n) for name, n in msgpack.unpackb(unseal(packed)).items()}
 
 
 class Totals:
@@ -257,11 +269,11 @@ def _store(environment: Environment, txn: WriteTransaction, plan: CommitPlan, la
     totals.write()
     if plan.recency:
         _append_recency(environment, txn, plan.recency)
-    counters = msgpack.unpackb(txn.get(environment.meta, COUNTERS) or b"\x80")
+    counters = unpack_counters(txn.get(environment.meta, COUNTERS))
     counters["next_number"] = plan.next_number
     counters["written_bytes"] = counters.get("written_bytes", 0) + sum(block.stored_bytes for block, _ in plan.blocks)
     counters["evicted_blocks"] = counters.get("evicted_blocks", 0) + len(plan.victims)
-    txn.put(environment.meta, COUNTERS, msgpack.packb(counters))
+    txn.put(environment.meta, COUNTERS, pack_counters(counters))
 
 
 def _append_recency(environment: Environment, txn: WriteTransaction, numbers: bytes) -> None:

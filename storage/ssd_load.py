@@ -27,12 +27,12 @@ import psutil
 from omlxd.policy.base import CachePolicy
 from omlxd.storage.environment import DATA_NAME, Durability, Environment, Pages, trouble
 from omlxd.storage.ssd_ballast import ballast_bytes, lay_ballast
-from omlxd.storage.ssd_commit import COUNTERS, Row, unpack_row
+from omlxd.storage.ssd_commit import COUNTERS, Row, pack_counters, unpack_counters, unpack_row
 from omlxd.storage.ssd_errors import Damaged, DiskTrouble, StoreBroken
 from omlxd.storage.ssd_index import Entry, Index, SpaceTotals
 from omlxd.storage.ssd_lock import StoreLock
 from omlxd.storage.ssd_pages import BadFile
-from omlxd.storage.ssd_records import unpack_fields
+from omlxd.storage.ssd_records import seal, unpack_fields, unseal
 from omlxd.storage.ssd_warmup import WARM_AT_ONCE, WarmingPolicy
 
 log = logging.getLogger(__name__)
@@ -235,10 +235,7 @@ def _load(
     index = Index()
     unreadable: list[tuple[bytes, str]] = []
     with environment.reading() as txn:
-        counters = {
-            str(name): int(value)
-            for name, value in msgpack.unpackb(txn.get(COUNTERS, b"\x80", db=environment.meta)).items()
-        }
+        counters = _load_counters(txn, environment)
         clean = bytes(txn.get(CLEAN, b"", db=environment.meta)) == b"yes"
         numbers = _load_spaces(txn, environment, index)
         entries = _load_entries(txn, environment, numbers, unreadable)
@@ -260,9 +257,22 @@ _by_number = attrgetter("chunk_id")
 
 def _load_spaces(txn: lmdb.Transaction[memoryview], environment: Environment, index: Index) -> dict[int, SpaceTotals]:
     for id_, packed in txn.cursor(db=environment.namespaces):
-        row = unpack_row(bytes(packed))
+        try:
+            row = unpack_row(bytes(packed))
+        except Damaged as error:  # its records are found to be of an unknown namespace
+            log.warning("the row of namespace %s cannot be read: %s", bytes(id_).hex()[:16], error)
+            continue
         index.spaces[bytes(id_)] = SpaceTotals(bytes(id_), row.number, dict(row.descriptor))
     return {space.number: space for space in index.spaces.values()}
+
+
+def _load_counters(txn: lmdb.Transaction[memoryview], environment: Environment) -> dict[str, int]:
+    packed = txn.get(COUNTERS, db=environment.meta)
+    try:
+        return unpack_counters(None if packed is None else bytes(packed))
+    except Damaged as error:
+        log.warning("the store's counters cannot be read, they begin anew: %s", error)
+        return {}
 
 
 def count_rows(environment: Environment) -> dict[bytes, tuple[int, int, int]]:
@@ -322,7 +332,7 @@ def _restore_policy(policy: CachePolicy, entries: Mapping[bytes, Entry], state: 
     by_number = {entry.chunk_id: key for key, entry in entries.items()} if state or used else {}
     try:
         policy.restore_state(unpack_state(state, by_number), entries)
-    except (ValueError, TypeError, msgpack.UnpackException) as error:
+    except (ValueError, TypeError, msgpack.UnpackException, Damaged) as error:
         log.warning("the state of the eviction policy is not used: %s", error)
         policy.restore_state({}, entries)
     keys = [by_number[number] for number in used if number in by_number]
@@ -334,7 +344,7 @@ def _restore_policy(policy: CachePolicy, entries: Mapping[bytes, Entry], state: 
 def pack_state(state: Mapping[str, object], entries: Mapping[bytes, Entry]) -> bytes:
     """A policy's state, msgpacked; a list of resident keys as their record numbers, an eighth of the size."""
     packed: bytes = msgpack.packb({name: _numbered(part, entries) for name, part in state.items()}, use_bin_type=True)
-    return packed
+    return seal(packed)
 
 
 def _numbered(part: object, entries: Mapping[bytes, Entry]) -> object:
@@ -354,7 +364,7 @@ def unpack_state(packed: bytes, by_number: Mapping[int, bytes]) -> dict[str, obj
 
     if not packed:
         return {}
-    state = msgpack.unpackb(packed, strict_map_key=False, ext_hook=keys_of)
+    state = msgpack.unpackb(unseal(packed), strict_map_key=False, ext_hook=keys_of)
     if not isinstance(state, dict):
         raise TypeError("it is not a map")
     return state
@@ -364,6 +374,7 @@ def _mark_open(environment: Environment, opened: Opened) -> None:
     """The first transaction: not clean any more, unreadable records out, totals as they were recounted."""
     with environment.writing() as txn:
         txn.put(environment.meta, CLEAN, b"no")
+        txn.put(environment.meta, COUNTERS, pack_counters(opened.counters | {"next_number": opened.next_number}))
         for key, _ in opened.unreadable:
             txn.delete_block(key)
         for space in opened.index.spaces.values():

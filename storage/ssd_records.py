@@ -63,7 +63,7 @@ class Record:
         """As it is stored: hash and array."""
         fields = [getattr(self, name) for name in self.__slots__]
         body: bytes = msgpack.packb(fields, use_bin_type=True)
-        return xxhash.xxh3_64_digest(body)[::-1] + body
+        return seal(body)
 
 
 RecordFields: TypeAlias = "tuple[bytes, int, int, int, int, str, bytes, bytes, bytes | None, int, float, bytes | None]"
@@ -72,9 +72,7 @@ RecordFields: TypeAlias = "tuple[bytes, int, int, int, int, str, bytes, bytes, b
 
 def unpack_fields(key: bytes, packed: bytes) -> RecordFields:
     """Read what is filed under ``key``. Raises ``Damaged`` when it is not that key's intact record."""
-    body = packed[8:]
-    if packed[:8] != xxhash.xxh3_64_digest(body)[::-1]:
-        raise Damaged("the record's own hash does not match")
+    body = unseal(packed)
     try:
         fields: RecordFields = msgpack.unpackb(body, use_list=False)
         key_inside, count = fields[0], len(fields)
@@ -88,6 +86,19 @@ def unpack_fields(key: bytes, packed: bytes) -> RecordFields:
 def unpack_record(key: bytes, packed: bytes) -> Record:
     """As ``unpack_fields``, as a ``Record``."""
     return Record(*unpack_fields(key, packed))
+
+
+def seal(body: bytes) -> bytes:
+    """A small value with its hash in front: XXH3-64, little-endian."""
+    return xxhash.xxh3_64_digest(body)[::-1] + body
+
+
+def unseal(packed: bytes) -> bytes:
+    """The value. Raises ``Damaged`` when it is not what was sealed."""
+    body = packed[8:]
+    if packed[:8] != xxhash.xxh3_64_digest(body)[::-1]:
+        raise Damaged("the record's own hash does not match")
+    return body
 
 
 def checksum(parts: Iterable[Buffer]) -> bytes:
