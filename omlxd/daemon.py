@@ -26,7 +26,7 @@ from omlxd.models import ModelFolders
 from omlxd.paths import PathError, config_path, mark_cache, private_dir, socket_path
 from omlxd.report import About
 from omlxd.server import Server, ServerSettings
-from omlxd.storage import pages
+from omlxd.storage import pages, pressure
 from omlxd.storage.arena import Arena
 from omlxd.storage.ram import RamTier
 from omlxd.storage.sizes import format_size
@@ -38,6 +38,7 @@ from omlxd.watching import Watcher
 log = logging.getLogger(__name__)
 
 UPKEEP_SECONDS = 5.0
+MEMORY_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +206,7 @@ class Daemon:
         live.start(watcher)
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGHUP, live.reload)
-        tasks = [loop.create_task(self._upkeep(server)), loop.create_task(watcher.run())]
+        tasks = [loop.create_task(work) for work in (self._upkeep(server), self._watch_memory(server), watcher.run())]
         try:
             yield
         finally:
@@ -214,6 +215,17 @@ class Daemon:
             await asyncio.gather(*tasks, return_exceptions=True)
             await models.close()
             await metrics.close()
+
+    async def _watch_memory(self, server: Server) -> None:
+        """Give way when the system is short of memory."""
+
+        def memory() -> tuple[int, int]:
+            now = psutil.virtual_memory()
+            return now.total, now.available
+
+        while True:
+            server.store.elastic.note(pressure.read(memory).level)
+            await asyncio.sleep(MEMORY_SECONDS)
 
     async def _upkeep(self, server: Server) -> None:
         """What happens without anybody asking: samples for rates, a look at the disk."""

@@ -186,6 +186,11 @@ class Reporter:
                 found.append(f"{damaged} damaged blocks were found on the SSD; they are misses and are not served")
         if store.spiller is not None and store.spiller.parked_blocks:
             found.append(f"{store.spiller.parked_blocks} blocks could not be written to the SSD and are in RAM only")
+        if store.elastic.gives_way:
+            found.append(
+                f"the system is short of memory: the RAM tier has {format_size(store.ram.arena.budget)} "
+                "and takes the rest of its budget back when there is enough again"
+            )
         over = store.ram.arena.used - store.ram.arena.budget
         if over > 0:
             found.append(f"RAM is {format_size(over)} over its budget until blocks in use are released")

@@ -27,6 +27,8 @@ __all__ = ["DEFAULT_SEGMENT_BYTES", "Arena", "Extent", "Segment", "Trial"]
 log = logging.getLogger(__name__)
 
 DEFAULT_SEGMENT_BYTES = 1 << 30
+STEP_BYTES = 64 << 20
+"""What is given back at most in one step: about 20 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +158,8 @@ class Arena:
     def view(self, extent: Extent, nbytes: int | None = None) -> memoryview:
         """Return a writable view of the first ``nbytes`` (default: all) of an extent.
 
-        Its memory stays valid for as long as the view is referenced, whatever happens to the arena.
+        The view can be read and written for as long as it is referenced, whatever happens to the arena; once the extent is
+        freed and its memory given back, it reads as zeros.
         Raises ``ValueError`` when the extent is not handed out or has fewer bytes.
         """
         segment = self._segment_of(extent)
@@ -205,10 +208,20 @@ class Arena:
     def resize(self, budget: int) -> int:
         """Change the budget; returns the bytes that have to be freed (evicted) until it holds, 0 when it does.
 
+        Gives back at most ``STEP_BYTES`` of free memory by itself; `trim` does more, while ``gives_back`` says that there is.
         Raises ``ValueError`` for a negative budget and changes nothing.
         """
         self._budget = self._checked_budget(budget)
         return self._give_back() if self._reserved > self._budget else 0
+
+    @property
+    def gives_back(self) -> bool:
+        """Is there free memory to be given back for a budget that was lowered?"""
+        return (
+            self._punching
+            and self._reserved > self._budget
+            and any(segment.extents.touched_holes() for segment in self.segments.values())
+        )
 
     def to_vacate(self) -> list[Extent]:
         """Return what must be freed so that whole segments can go and the budget holds, fewest bytes first.
@@ -291,18 +304,22 @@ class Arena:
         return made
 
     def _give_back(self) -> int:
-        """Bring the segments towards the budget; returns the bytes that are still in the way."""
+        """Bring the segments towards the budget, in bounded time; returns the bytes that are still in the way."""
+        if self._punching:
+            self.trim(STEP_BYTES)
         for segment in sorted(self._empty(), key=lambda s: -s.nbytes):
-            if self._reserved > self._budget:
+            if self._reserved > self._budget and not (self._punching and segment.extents.touched_holes()):
                 self._release(segment)
         if self._reserved <= self._budget:
             return 0
         if not self._punching:
             return self._reserved - self._budget
-        self.trim()
         return max(0, self._used - self._budget)
 
     def _release(self, segment: Segment) -> int:
+        if self._punching:  # engines may have it mapped for long; what they map would not go back by itself
+            for offset, nbytes in segment.extents.touched_holes():
+                pages.punch(segment.memory[offset : offset + nbytes])
         self._tell(segment, added=False)
         del self.segments[segment.id]
         self._reserved -= segment.nbytes

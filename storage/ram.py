@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from omlxd.policy.base import ChunkStatus, RequestContext, Victims
 from omlxd.storage import metal
-from omlxd.storage.arena import Arena, Extent
+from omlxd.storage.arena import STEP_BYTES, Arena, Extent
 from omlxd.storage.blocks import BlockMeta
 from omlxd.storage.chunks import ChunkManager
 
@@ -210,17 +210,18 @@ class RamTier(ChunkManager):
     # -- budget
 
     def resize(self, budget: int) -> int:
-        """Change the budget in bytes. Returns how many bytes are still over it, in blocks that may not leave yet."""
+        """Change the budget in bytes. Returns how many bytes are still over it; `shrink`, called again, brings them down."""
         self.arena.resize(budget)
         return self.shrink()
 
     def shrink(self) -> int:
-        """Evict until the budget holds; how many bytes are still over it. Blocks that are read or dirty stay."""
+        """Take a step towards the budget: evict, and give memory back, some 20 ms at most. Returns the bytes still over it.
+
+        Blocks that are read or dirty stay; call it again when some have become free, and while ``shrinks`` says so.
+        """
         over = self.arena.used - self.arena.budget
-        if over <= 0:
-            return 0
-        if self.evictable_bytes:
-            goal = min(over, self.evictable_bytes)
+        if over > 0 and self.evictable_bytes:
+            goal = min(over, self.evictable_bytes, STEP_BYTES)
             freed = 0
 
             def enough(key: bytes, chunk: ChunkStatus) -> bool:
@@ -231,7 +232,21 @@ class RamTier(ChunkManager):
             victims = self._policy.evict_until(enough, ())
             if victims:
                 self._take_out(victims)
+        vacating = set(self.arena.to_vacate())
+        if vacating:  # where single pages cannot be given back, whole segments have to be emptied
+            for block in [block for block in self.blocks.values() if block.extent in vacating]:
+                if block.chunk.ref_cnt == 0:
+                    self.detach(block, "evicted")
+        if self.arena.gives_back:
+            self.arena.trim(STEP_BYTES)
+            self.arena.resize(self.arena.budget)  # segments that are empty now
         return max(0, self.arena.used - self.arena.budget)
+
+    @property
+    def shrinks(self) -> bool:
+        """Would another step of `shrink` do something now?"""
+        over = self.arena.used > self.arena.budget
+        return (over and bool(self.evictable_bytes)) or self.arena.gives_back
 
     # -- the manager's hooks
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from omlxd.policy.base import RequestContext
 from omlxd.storage.blocks import BlockMeta
+from omlxd.storage.elastic import Elastic
 from omlxd.storage.figures import FAST_SECONDS, LONG_SECONDS, Histogram
 from omlxd.storage.journal import Journal, Tier
 from omlxd.storage.leasing import Leasing
@@ -105,6 +106,7 @@ class Store:
         self._writer = ThreadPoolExecutor(1, "omlxd-writer")
         self._coders = ThreadPoolExecutor(2, "omlxd-coder")
         ram.on_removed = self._removed
+        self.elastic = Elastic(ram, press=self._press, clock=clock)
         self.spiller: Spiller | None = None
         self.restorer: Restorer | None = None
         if ssd is not None:
@@ -155,6 +157,7 @@ class Store:
             await asyncio.get_running_loop().run_in_executor(self._writer, self.ssd.close)
         self._writer.shutdown(wait=True)
         self._closed = True
+        await self.elastic.stop()
         self.ram.arena.close()
 
     # -- looking
@@ -381,10 +384,13 @@ class Store:
 
     def progress(self) -> None:
         """Something gave room: whoever waits for some tries again."""
-        if self.ram.arena.used > self.ram.arena.budget and self.ram.shrink() and self.spiller is not None:
-            self.spiller.press()
+        self.elastic.advance()
         self._reservations.room_may_be()
         self._leasing.advance()
+
+    def _press(self) -> None:
+        if self.spiller is not None:
+            self.spiller.press()
 
     def _removed(self, block: RamBlock, cause: str) -> None:
         self.removals[cause] += 1
@@ -461,11 +467,8 @@ class Store:
             await self.spiller.commit_pending()
 
     def resize_ram(self, budget: int) -> int:
-        """Change the RAM budget; how many bytes are still over it. Blocks leave as they become clean and unread."""
-        over = self.ram.resize(budget)
-        if over and self.spiller is not None:
-            self.spiller.press()
-        return over
+        """Configure another RAM budget; how many bytes are still over it. They leave step by step."""
+        return self.elastic.configure(budget)
 
     # -- settings
 

@@ -150,7 +150,7 @@ def test_a_view_outlives_its_segment_and_the_arena() -> None:
     assert arena.release_empty() == MIB
     arena.close()
     gc.collect()
-    assert set(bytes(view)) == {7}
+    assert set(bytes(view)) in ({7}, {0}), "given back, where that is possible, but still there"
     view[:1] = b"x"
     assert view[0] == ord("x")
 

@@ -125,8 +125,7 @@ def test_another_process_loads_and_stores_through_the_same_memory(arena: Arena) 
 def test_a_view_stays_readable_after_its_segment_was_dropped(arena: Arena, mapped: SegmentMap) -> None:
     extent = block(arena, b"still here")
     view = mapped.view(extent.segment, extent.offset, 10)
-    arena.free(extent)
-    arena.release_empty()
+    mapped.drop(extent.segment)
     assert extent.segment not in mapped
     mapped.close()
     arena.close()
