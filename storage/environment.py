@@ -25,6 +25,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import shutil
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -46,6 +47,7 @@ from omlxd.storage.ssd_pages import BadFile, FileHeader, free_pages, punch, read
 from omlxd.storage.ssd_records import Record, unpack_record
 
 DATA_NAME = "data.mdb"
+COPY_NAME = "copy"
 FORMAT_VERSION = 1
 PIECE_PAGE_BYTES = 256 * 1024
 """File bytes that a whole piece takes (it fills its pages to the last byte)."""
@@ -83,6 +85,8 @@ class Located:
 
     record: Record
     places: tuple[tuple[int, int] | bytes, ...]
+    generation: int = 0
+    """Of the file; in another one the places are others."""
 
 
 class Environment:
@@ -95,6 +99,8 @@ class Environment:
         self.path = path
         self.readonly = readonly
         self.durability = durability
+        self.generation = 0
+        """Counts the files that have been the data file."""
         self.piece_page_bytes = PIECE_PAGE_BYTES if map_bytes >= SMALL_STORE else SMALL_PIECE_PAGE_BYTES
         self._descriptor = -1
         self._gate = Gate()  # who is alone may change the map
@@ -310,7 +316,33 @@ class Environment:
         for name in (DATA_NAME, "lock.mdb"):
             (self.path / name).unlink(missing_ok=True)
         with self._gate.exclusive(), self._file_gate.exclusive():
+            self.generation += 1
             self._begin(map_bytes)
+
+    def rewrite(self) -> None:
+        """Replace the file by a copy without its free pages. Writer's thread; raises ``OSError``, ``lmdb.Error``.
+
+        Needs as much space again as is used, for the time that it takes. The copy takes the file's place when it is complete
+        and on the disk: a crash leaves one or the other (and ``open_store`` removes an unfinished copy).
+        """
+        self.check()
+        target = self.path / COPY_NAME
+        shutil.rmtree(target, ignore_errors=True)
+        target.mkdir(mode=0o700)
+        try:
+            self._env.copy(str(target), compact=True)
+            for path in (target / DATA_NAME, target):
+                _sync_path(path)
+            map_bytes = self.map_bytes
+            self._close()
+            with self._gate.exclusive(), self._file_gate.exclusive():
+                (target / DATA_NAME).rename(self.path / DATA_NAME)
+                (self.path / "lock.mdb").unlink(missing_ok=True)
+                _sync_path(self.path)
+                self.generation += 1
+                self._begin(map_bytes)
+        finally:
+            shutil.rmtree(target, ignore_errors=True)
 
     def sync(self) -> None:
         """Force everything committed to the disk."""
@@ -382,13 +414,14 @@ class Environment:
                 places.append((offset, value.nbytes) if own_pages else bytes(value))
             if found != record.stored_bytes:
                 raise Damaged(f"its pieces hold {found} bytes or more, not {record.stored_bytes}")
-            return Located(record, tuple(places))
+            return Located(record, tuple(places), self.generation)
 
     def read_ahead(self, located: Located) -> None:
         """Have the kernel fetch a record's pages while something else is being done."""
         if hasattr(os, "posix_fadvise"):
-            for offset, length in self._extents(located):
-                os.posix_fadvise(self._descriptor, offset, length, os.POSIX_FADV_WILLNEED)
+            with self._file_gate.shared(), suppress(OSError):  # who reads will be told
+                for offset, length in self._extents(located):
+                    os.posix_fadvise(self._descriptor, offset, length, os.POSIX_FADV_WILLNEED)
 
     def read_stored(self, located: Located, out: memoryview) -> None:
         """Copy a record's stored bytes into ``out`` (as long as they are). Raises ``DiskTrouble``.
@@ -531,6 +564,14 @@ def trouble(error: Exception) -> DiskTrouble:
     if code == errno.EROFS or isinstance(error, lmdb.ReadonlyError):
         return DiskTrouble("read-only", str(error))
     return DiskTrouble("gone", str(error))
+
+
+def _sync_path(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _format() -> bytes:

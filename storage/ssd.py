@@ -36,6 +36,7 @@ from omlxd.storage.blocks import BlockMeta
 from omlxd.storage.codec import encode
 from omlxd.storage.codec_choice import AUTO, CodecChoice
 from omlxd.storage.environment import DURABILITIES, Durability, Environment
+from omlxd.storage.ssd_archive import ArchiveBroken, ArchivedNamespace, export_blocks
 from omlxd.storage.ssd_commit import carry_out, read_quarantine
 from omlxd.storage.ssd_errors import Damaged, DiskTrouble, Missing, SsdError, SsdLocked
 from omlxd.storage.ssd_health import look
@@ -43,15 +44,18 @@ from omlxd.storage.ssd_heap import keep_freed_memory
 from omlxd.storage.ssd_index import Entry, SpaceTotals
 from omlxd.storage.ssd_ledger import Ledger
 from omlxd.storage.ssd_load import Opened, boot_id, count_rows, open_store, other_bytes
-from omlxd.storage.ssd_plan import CommitOutcome, CommitPlan, Health, Quarantined, State
+from omlxd.storage.ssd_maintenance import import_blocks, rewrite
+from omlxd.storage.ssd_plan import CommitOutcome, CommitPlan, Forecast, Health, Quarantined, State
 from omlxd.storage.ssd_reader import Reader
 from omlxd.storage.ssd_records import EncodedBlock, checksum
 from omlxd.storage.ssd_room import LARGEST_GROUP, Room
 from omlxd.storage.ssd_snapshot import save_state
+from omlxd.storage.ssd_verify import VerifyReport, verify
 from omlxd.storage.ssd_warmup import WarmingPolicy
 
 __all__ = [
     "MIN_LIMIT",
+    "ArchiveBroken",
     "CommitOutcome",
     "CommitPlan",
     "Damaged",
@@ -288,6 +292,21 @@ class SsdTier:
         """Loop. Drop all records, or a namespace's; returns how many. The next plans give the space back."""
         return self._ledger.clear(namespace)
 
+    def forecast(self) -> Forecast:
+        """Loop. Which records would leave for the limit as it is, and how much disk that would give back."""
+        return self._ledger.forecast()
+
+    def collect(self) -> None:
+        """Loop. Have the next plan give all free pages back to the file system (``gc``, ``compact``): no copy, safe at any time."""
+        self._ledger.give_back = True
+
+    def chain(self, key: bytes) -> list[bytes]:
+        """Loop. The keys from the head of ``key``'s chain (or from where it is broken) to ``key``; empty when it is not here."""
+        entry = self._ledger.index.entries.get(key)
+        if entry is None:
+            return []
+        return [*reversed([found.key for found in self._ledger.index.ancestors(entry)]), key]
+
     def persist(self) -> None:
         """Loop. Have recency written by the next plan even if nothing is stored (it goes with each store anyway)."""
         self._ledger.persist()
@@ -454,6 +473,42 @@ class SsdTier:
     def recount(self) -> dict[bytes, tuple[int, int, int]]:
         """Worker. ``(blocks, payload bytes, stored bytes)`` that the disk's own accounting has for each namespace."""
         return count_rows(self._environment)
+
+    def rewrite(self) -> int:
+        """Writer. Copy the data file without its free pages, for disks that cannot make holes; returns the bytes saved.
+
+        Raises ``SsdError`` where the copy would not fit the limit or the volume, ``DiskTrouble``.
+        """
+        return rewrite(self._environment, self._ledger.room, self._free_space)
+
+    def verify(
+        self,
+        *,
+        progress: Callable[[VerifyReport], bool] = lambda report: True,
+        after: bytes = b"",
+        bytes_per_second: float = 0.0,
+    ) -> VerifyReport:
+        """Worker. Check every record's bytes; the caller tells ``damaged`` of what is found, on the loop.
+
+        ``progress`` is called after each block and ends the run by False; ``after``: resume behind that key.
+        """
+        return verify(
+            self._environment, self._reader, progress=progress, after=after, bytes_per_second=bytes_per_second,
+            timer=time.monotonic, sleep=time.sleep,
+        )  # fmt: skip
+
+    def export(self, keys: Sequence[bytes], file: Path, progress: Callable[[int], None] = lambda blocks: None) -> int:
+        """Worker. Write records into an archive; returns how many. Raises ``OSError``."""
+        spaces = {space.number: ArchivedNamespace(space.id, space.descriptor) for space in self.namespaces()}
+        return export_blocks(self._environment, keys, spaces, file, progress)
+
+    def import_(self, file: Path, progress: Callable[[int], None] = lambda blocks: None) -> int:
+        """Take in an archive, all of it or, when it is not whole, nothing; returns the blocks that were stored.
+
+        For a store that nobody else works with: it plans and commits by itself. A daemon calls ``check_archive`` and
+        ``read_archive`` on a worker and spills what they give. Raises ``ArchiveBroken``, ``SsdError``, ``OSError``.
+        """
+        return import_blocks(self, file, progress)
 
     def sync(self) -> None:
         """Writer. Make durable what was committed (durability ``interval`` calls for it). Raises ``OSError``."""

@@ -25,7 +25,7 @@ import msgpack
 import psutil
 
 from omlxd.policy.base import CachePolicy
-from omlxd.storage.environment import DATA_NAME, Durability, Environment, Pages, trouble
+from omlxd.storage.environment import COPY_NAME, DATA_NAME, Durability, Environment, Pages, trouble
 from omlxd.storage.ssd_ballast import ballast_bytes, lay_ballast
 from omlxd.storage.ssd_commit import COUNTERS, Row, pack_counters, unpack_counters, unpack_row
 from omlxd.storage.ssd_errors import Damaged, DiskTrouble, StoreBroken
@@ -93,6 +93,7 @@ def open_store(
         with contextlib.suppress(OSError):  # neither is worth a refusal
             _tag(path)
             lay_ballast(path, ballast_bytes(limit))
+        shutil.rmtree(path / COPY_NAME, ignore_errors=True)
     except OSError as error:
         if error.errno != errno.EROFS or not (path / DATA_NAME).exists():
             raise

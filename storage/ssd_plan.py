@@ -85,6 +85,18 @@ class CommitOutcome:
 
 
 @dataclass(frozen=True, slots=True)
+class Forecast:
+    """What would leave now (``gc --dry-run``). Sizes in bytes."""
+
+    blocks: int
+    stored_bytes: int
+    by_namespace: Mapping[bytes, int]
+    """Stored bytes."""
+    returned_bytes: int
+    """What would go back to the file system."""
+
+
+@dataclass(frozen=True, slots=True)
 class Health:
     """What a look at the disk showed (``SsdTier.probe``)."""
 

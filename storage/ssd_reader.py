@@ -84,6 +84,6 @@ class Reader:
         """Wrong bytes are damage, unless the record has left meanwhile and its pages are another's."""
         key = located.record.key
         record = environment.get_record(key)
-        if record is None or record.number != located.record.number:
+        if environment.generation != located.generation or record is None or record.number != located.record.number:
             raise Missing(f"block {key.hex()[:16]} left the SSD while it was read") from error
         raise error if isinstance(error, Damaged) else Damaged(str(error)) from error

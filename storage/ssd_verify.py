@@ -1,0 +1,83 @@
+"""Reading everything back, to find what is damaged before somebody needs it. Any worker thread, online or offline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from omlxd.storage.environment import Environment
+from omlxd.storage.ssd_errors import Damaged, DiskTrouble, Missing
+from omlxd.storage.ssd_reader import Reader
+
+_KEYS_AT_ONCE = 256  # read in one short transaction
+
+
+@dataclass(slots=True)
+class VerifyReport:
+    """What was found so far. Sizes in bytes."""
+
+    blocks: int = 0
+    stored_bytes: int = 0
+    damaged: list[tuple[bytes, str]] = field(default_factory=list)
+    """(key, what is wrong); the tier is told by ``SsdTier.damaged``."""
+    resume_after: bytes = b""
+    """Give it to the next run to go on behind the last block; empty when all were seen."""
+    trouble: str = ""
+    """Why the disk ended the run early; empty when it did not."""
+
+
+def verify(
+    environment: Environment,
+    reader: Reader,
+    *,
+    progress: Callable[[VerifyReport], bool] = lambda report: True,
+    after: bytes = b"",
+    bytes_per_second: float = 0.0,
+    timer: Callable[[], float],
+    sleep: Callable[[float], None],
+) -> VerifyReport:
+    """Check every record behind the key ``after`` against its checksum, in the order of keys.
+
+    ``progress`` is told after each block and ends the run by False; ``bytes_per_second`` 0: as fast as it goes. A record that
+    leaves meanwhile is no damage.
+    """
+    report = VerifyReport()
+    begun = timer()
+    for key in _keys(environment, after):
+        try:
+            report.stored_bytes += reader.verify(environment, key)
+            report.blocks += 1
+        except DiskTrouble as error:
+            report.trouble = error.reason
+            return report
+        except Missing:
+            pass
+        except Damaged as error:
+            report.blocks += 1
+            report.damaged.append((key, error.reason))
+        report.resume_after = key
+        if not progress(report):
+            return report
+        if bytes_per_second > 0:
+            ahead = report.stored_bytes / bytes_per_second - (timer() - begun)
+            if ahead > 0:
+                sleep(ahead)
+    report.resume_after = b""
+    return report
+
+
+def _keys(environment: Environment, after: bytes) -> Iterator[bytes]:
+    """All keys behind ``after``, read some at a time: no transaction stays open."""
+    while True:
+        with environment.reading() as txn, txn.cursor(db=environment.blocks) as cursor:
+            batch: list[bytes] = []
+            found = cursor.set_range(after) if after else cursor.first()
+            if found and bytes(cursor.key()) == after:
+                found = cursor.next()
+            while found and len(batch) < _KEYS_AT_ONCE:
+                batch.append(bytes(cursor.key()))
+                found = cursor.next()
+        if not batch:
+            return
+        yield from batch
+        after = batch[-1]
