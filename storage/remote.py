@@ -371,6 +371,8 @@ class RemoteTier:
         if isinstance(trouble, Moved):
             self._cluster.stale = True
             return
+        if node not in self._cluster.nodes.values():
+            return  # it has left the cluster meanwhile
         if node.breaker.failed(trouble.state, trouble.reason):
             log.warning("the remote tier's server is not used for now: %s", trouble.reason)
 

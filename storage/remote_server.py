@@ -244,6 +244,8 @@ def _client(target: Target, address: Address, timeout: float, connect: float, ca
         "socket_read_size": READ_BYTES,
         "retry": Retry(NoBackoff(), 0),  # whoever asks has a deadline; the breaker decides when to try again
         "client_name": "omlxd",
+        "lib_name": None,
+        "lib_version": None,
     }
     if target.tls:
         options |= {"ssl_ca_certs": ca_file or None, "ssl_check_hostname": True}
