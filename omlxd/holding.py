@@ -129,6 +129,7 @@ class Holding:
         """Nothing reads through this lease any more."""
         self._lingering.pop(lease_id, None)
         self._leases.pop(lease_id, None)
+        self.warmer.forget_slots()
         if self._cut is None:
             self._release(lease_id)
         self._go_if_done()

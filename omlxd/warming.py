@@ -21,7 +21,7 @@ WORTHWHILE_BYTES = 256 << 10
 AHEAD_BYTES = 4 << 30
 """How much of what was there before this client came is made present for it: at most 8 MiB of page tables."""
 
-Run = tuple[int, int, int, bool]  # segment, offset, bytes, for writing
+Run = tuple[int, int, int, bool, bool]  # segment, offset, bytes, for writing, held by this process
 
 
 class Warmer:
@@ -40,17 +40,22 @@ class Warmer:
         present = self._segments.is_present
         cold = [slot for slot in slots if not present(*slot, write=write)]
         if cold and sum(nbytes for _, _, nbytes in cold) >= WORTHWHILE_BYTES:
-            self._add(self._urgent, (run for slot in cold for run in _steps(slot, write)))
+            self._add(self._urgent, (run for slot in cold for run in _steps(slot, write, held=True)))
 
     def ahead(self, segments: Iterable[int]) -> None:
         """What has memory behind it in these segments may be read before long."""
         left = AHEAD_BYTES
         for segment in segments:
             for offset, nbytes in self._segments.backed(segment):
-                self._add(self._ahead, _steps((segment, offset, min(nbytes, left)), False))
+                self._add(self._ahead, _steps((segment, offset, min(nbytes, left)), False, held=False))
                 left -= nbytes
                 if left <= 0:
                     return
+
+    def forget_slots(self) -> None:
+        """A lease has ended: its slots may be given back to the system, and to touch them would take memory again."""
+        with self._lock:
+            self._urgent.clear()
 
     def stop(self) -> None:
         """Do no more."""
@@ -71,10 +76,12 @@ class Warmer:
 
     def _run(self) -> None:
         while (run := self._next()) is not None:
-            segment, offset, nbytes, write = run
+            segment, offset, nbytes, write, held = run
             if self._segments.is_present(segment, offset, nbytes, write=write):
                 continue
             try:
+                if not held and not self._segments.is_backed(segment, offset, nbytes):
+                    continue
                 able = self._segments.populate(segment, offset, nbytes, write=write)
             except (KeyError, ValueError, OSError):  # dropped meanwhile, or no memory: whoever uses it will find out
                 continue
@@ -90,7 +97,7 @@ class Warmer:
             return None
 
 
-def _steps(slot: Sequence[int], write: bool) -> Iterator[Run]:
+def _steps(slot: Sequence[int], write: bool, *, held: bool) -> Iterator[Run]:
     segment, offset, nbytes = slot
     for start in range(offset, offset + nbytes, STEP_BYTES):
-        yield segment, start, min(STEP_BYTES, offset + nbytes - start), write
+        yield segment, start, min(STEP_BYTES, offset + nbytes - start), write, held

@@ -223,6 +223,15 @@ class Arena:
             and any(segment.extents.touched_holes() for segment in self.segments.values())
         )
 
+    def look_for_strays(self) -> None:
+        """Find memory behind free extents: an engine that touches what it does not hold any more takes it back from the system.
+
+        Does nothing while the budget holds. What is found is given back by `trim`.
+        """
+        if self._punching and self._reserved > self._budget and not self.gives_back and self.resident > self._used:
+            for segment in self.segments.values():
+                segment.extents.suspect_all()
+
     def to_vacate(self) -> list[Extent]:
         """Return what must be freed so that whole segments can go and the budget holds, fewest bytes first.
 

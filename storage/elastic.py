@@ -58,6 +58,8 @@ class Elastic:
                 format_size(before),
             )
             self._set(budget)
+        self._ram.arena.look_for_strays()
+        self._go_on()
 
     def advance(self) -> None:
         """Something has become free, or clean: go on shrinking, where that is to be done."""
@@ -76,9 +78,12 @@ class Elastic:
         over = self._ram.resize(budget)
         if over:
             self._press()
+        self._go_on()
+        return over
+
+    def _go_on(self) -> None:
         if self._ram.shrinks and (self._task is None or self._task.done()):
             self._task = asyncio.get_running_loop().create_task(self._shrink(), name="omlxd-shrink")
-        return over
 
     async def _shrink(self) -> None:
         while self._ram.shrinks:

@@ -118,6 +118,10 @@ class SegmentMap:
         """
         return self._mapped(segment).backed()
 
+    def is_backed(self, segment: int, offset: int, nbytes: int) -> bool:
+        """Tell whether all of these bytes have memory behind them now."""
+        return self._mapped(segment).is_backed(offset, nbytes)
+
     def close(self) -> None:
         """Drop every segment."""
         for segment_id in self:
@@ -195,6 +199,16 @@ class _Mapped:
             except OSError:  # ENXIO: there is no more; or memory of this kind does not tell
                 pass
         return runs
+
+    def is_backed(self, offset: int, nbytes: int) -> bool:
+        with self._lock:
+            if self._fd < 0 or not hasattr(os, "SEEK_DATA"):
+                return False
+            try:
+                start = os.lseek(self._fd, offset, os.SEEK_DATA)
+                return start == offset and os.lseek(self._fd, offset, os.SEEK_HOLE) >= offset + nbytes
+            except OSError:
+                return False
 
     def close(self) -> None:
         with self._lock:
