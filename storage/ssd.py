@@ -38,13 +38,14 @@ from omlxd.storage.codec_choice import AUTO, CodecChoice
 from omlxd.storage.environment import DURABILITIES, Durability, Environment
 from omlxd.storage.ssd_archive import ArchiveBroken, ArchivedNamespace, export_blocks
 from omlxd.storage.ssd_commit import carry_out, read_quarantine
-from omlxd.storage.ssd_errors import Damaged, DiskTrouble, Missing, SsdError, SsdLocked
+from omlxd.storage.ssd_errors import Damaged, Departed, DiskTrouble, Missing, SsdError, SsdLocked
 from omlxd.storage.ssd_health import look
 from omlxd.storage.ssd_heap import keep_freed_memory
 from omlxd.storage.ssd_index import Entry, SpaceTotals
 from omlxd.storage.ssd_ledger import Ledger
 from omlxd.storage.ssd_load import Opened, boot_id, count_rows, open_store, other_bytes
 from omlxd.storage.ssd_maintenance import import_blocks, rewrite
+from omlxd.storage.ssd_payload import get_record, locate, read_ahead
 from omlxd.storage.ssd_plan import CommitOutcome, CommitPlan, Forecast, Health, Quarantined, State
 from omlxd.storage.ssd_reader import Reader
 from omlxd.storage.ssd_records import EncodedBlock, checksum
@@ -533,7 +534,7 @@ class SsdTier:
         """
         try:
             return self._reader.read_into(self._environment, key, out)
-        except DiskTrouble:
+        except (DiskTrouble, Departed):
             raise
         except Missing as error:
             if key in self._ledger.index.entries:  # a worker may look; what it may not do is change anything
@@ -548,7 +549,7 @@ class SsdTier:
         low, high = 0, len(keys)
         while low < high:
             middle = (low + high) // 2
-            record = self._environment.get_record(keys[middle])
+            record = get_record(self._environment, keys[middle])
             if record is not None and record.stored_at >= when:
                 high = middle
             else:
@@ -559,11 +560,11 @@ class SsdTier:
         """Worker. Have the kernel fetch these records while others are being restored; a hint, raises nothing."""
         for key in keys:
             try:
-                located = self._environment.locate(key)
+                located = locate(self._environment, key)
             except (DiskTrouble, Damaged):
                 return  # who restores it will be told
             if located is not None:
-                self._environment.read_ahead(located)
+                read_ahead(self._environment, located)
 
 
 def _open(path: Path, settings: _Settings, check: bool = False) -> Opened:

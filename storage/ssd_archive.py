@@ -24,6 +24,7 @@ import xxhash
 from omlxd.storage.blocks import BlockMeta
 from omlxd.storage.environment import Environment
 from omlxd.storage.ssd_errors import Damaged, Missing, SsdError
+from omlxd.storage.ssd_payload import locate, read_stored
 from omlxd.storage.ssd_records import EncodedBlock, checksum
 
 MAGIC = b"omlxd blocks v1\n"
@@ -88,12 +89,12 @@ def export_blocks(
 
 def _stored(environment: Environment, key: bytes) -> tuple[dict[str, object], bytearray] | None:
     try:
-        located = environment.locate(key)
+        located = locate(environment, key)
         if located is None:
             return None
         record = located.record
         stored = bytearray(record.stored_bytes)
-        environment.read_stored(located, memoryview(stored))
+        read_stored(environment, located, memoryview(stored))
     except (Damaged, Missing):
         return None
     if checksum((stored,)) != record.checksum:

@@ -19,12 +19,14 @@ from typing import TypeAlias
 import lmdb
 import msgpack
 
-from omlxd.storage.environment import Environment, WriteTransaction, trouble
+from omlxd.storage.environment import Environment, trouble
 from omlxd.storage.ssd_ballast import drop_ballast
 from omlxd.storage.ssd_errors import Damaged, DiskTrouble
 from omlxd.storage.ssd_pages import BadFile
 from omlxd.storage.ssd_plan import CommitOutcome, CommitPlan, Quarantined
 from omlxd.storage.ssd_records import seal, unseal
+from omlxd.storage.ssd_space import count_pages, longest_piece, punch_free_pages
+from omlxd.storage.ssd_transaction import WriteTransaction
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +118,7 @@ def carry_out(environment: Environment, plan: CommitPlan, free_space: FreeSpace)
         try:
             outcome = replace(
                 outcome,
-                pages=environment.count_pages(),
+                pages=count_pages(environment),
                 allocated_bytes=environment.allocated_bytes(),
                 free_bytes=free_space(environment.path),
             )
@@ -157,12 +159,12 @@ class _Commit:
             if not plan.evict_first and self._may_grow() and self._at_once():
                 return self._finish()
             self._evict()
-            largest = environment.longest_piece(plan.need_pages)
+            largest = longest_piece(environment, plan.need_pages)
             if not self._may_grow():
-                environment.punch_free_pages()
+                punch_free_pages(environment)
                 if not self._may_grow():
                     return replace(self._outcome, reason="the limit leaves no room for these blocks")
-            with environment.writing() as txn:
+            with WriteTransaction(environment) as txn:
                 _store(environment, txn, plan, largest)
             self._outcome = replace(self._outcome, stored=True)
             return self._finish()
@@ -200,7 +202,7 @@ class _Commit:
     def _at_once(self) -> bool:
         environment = self._environment
         try:
-            with environment.writing() as txn:
+            with WriteTransaction(environment) as txn:
                 _remove(environment, txn, self._plan)
                 _store(environment, txn, self._plan)
         except lmdb.MapFullError:
@@ -212,7 +214,7 @@ class _Commit:
 
     def _evict(self) -> None:
         """Free the room in a transaction of its own, and let it ripen."""
-        with self._environment.writing() as txn:
+        with WriteTransaction(self._environment) as txn:
             _remove(self._environment, txn, self._plan)
         self._outcome = replace(self._outcome, removed=True)
         for _ in range(COMMITS_PER_ROOM):
@@ -222,13 +224,13 @@ class _Commit:
         returned = 0
         if self._plan.give_back:
             _tick(self._environment)  # what the last transaction freed is free for good after one more
-            returned = self._environment.punch_free_pages() or 0
+            returned = punch_free_pages(self._environment) or 0
         written = sum(block.stored_bytes for block, _ in self._plan.blocks)
         return replace(self._outcome, written_bytes=written, returned_bytes=returned)
 
 
 def _tick(environment: Environment) -> None:
-    with environment.writing() as txn:
+    with WriteTransaction(environment) as txn:
         txn.put(environment.meta, b"tick", b"")
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
+from omlxd.storage import tier
+
 
 class SsdError(Exception):
     """Base of the SSD tier's errors."""
@@ -29,26 +31,26 @@ class StoreBroken(SsdError):
         self.reason = reason
 
 
-class Missing(SsdError):
+class Missing(SsdError, tier.Missing):
     """No such record (any more)."""
 
 
-class Damaged(SsdError):
+class Departed(Missing):
+    """The record left, or the file was exchanged, while it was being read."""
+
+
+class Damaged(SsdError, tier.Damaged):
     """The record's bytes are not those that were stored; ``reason`` says what did not match."""
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
 
-
-class DiskTrouble(Missing):
+class DiskTrouble(Missing, tier.Trouble):
     """The disk does not answer: I/O error, vanished volume, truncated file, no space, read-only.
 
     For a reader it is a miss like any other (hence the base class), but the record itself is not
     to blame and stays. ``state`` is what the tier becomes: "read-only", "gone" or "full".
     """
 
+    state: Literal["read-only", "gone", "full"]
+
     def __init__(self, state: Literal["read-only", "gone", "full"], reason: str) -> None:
-        super().__init__(reason)
-        self.state = state
-        self.reason = reason
+        tier.Trouble.__init__(self, state, reason)

@@ -15,6 +15,7 @@ from omlxd.storage.ssd_errors import Damaged, DiskTrouble, SsdError
 from omlxd.storage.ssd_load import Opened, other_bytes
 from omlxd.storage.ssd_pages import BadFile
 from omlxd.storage.ssd_plan import Health, State
+from omlxd.storage.ssd_transaction import WriteTransaction
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ def look(
                 return Health("read-only", "the disk is mounted read-only")
             return _find_again(environment, reopen)
         if state != "ok":
-            with environment.writing() as txn:  # does it take a write again?
+            with WriteTransaction(environment) as txn:  # does it take a write again?
                 txn.put(environment.meta, b"tick", b"")
         lay_ballast(path, ballast_bytes(limit))
         return Health(

@@ -25,7 +25,7 @@ import msgpack
 import psutil
 
 from omlxd.policy.base import CachePolicy
-from omlxd.storage.environment import COPY_NAME, DATA_NAME, Durability, Environment, Pages, trouble
+from omlxd.storage.environment import COPY_NAME, DATA_NAME, Durability, Environment, trouble
 from omlxd.storage.ssd_ballast import ballast_bytes, lay_ballast
 from omlxd.storage.ssd_commit import COUNTERS, Row, pack_counters, unpack_counters, unpack_row
 from omlxd.storage.ssd_errors import Damaged, DiskTrouble, StoreBroken
@@ -33,6 +33,8 @@ from omlxd.storage.ssd_index import Entry, Index, SpaceTotals
 from omlxd.storage.ssd_lock import StoreLock
 from omlxd.storage.ssd_pages import BadFile
 from omlxd.storage.ssd_records import seal, unpack_fields, unseal
+from omlxd.storage.ssd_space import Pages, count_pages
+from omlxd.storage.ssd_transaction import WriteTransaction
 from omlxd.storage.ssd_warmup import WARM_AT_ONCE, WarmingPolicy
 
 log = logging.getLogger(__name__)
@@ -143,7 +145,7 @@ def _open(
                 ):  # LMDB's own codes: the file is to blame
                     raise
                 opened.trouble = trouble(error)
-        opened.pages = environment.count_pages()
+        opened.pages = count_pages(environment)
     except (lmdb.Error, BadFile, DiskTrouble) as error:
         environment.close()
         raise StoreBroken(path, str(error)) from error
@@ -373,7 +375,7 @@ def unpack_state(packed: bytes, by_number: Mapping[int, bytes]) -> dict[str, obj
 
 def _mark_open(environment: Environment, opened: Opened) -> None:
     """The first transaction: not clean any more, unreadable records out, totals as they were recounted."""
-    with environment.writing() as txn:
+    with WriteTransaction(environment) as txn:
         txn.put(environment.meta, CLEAN, b"no")
         txn.put(environment.meta, COUNTERS, pack_counters(opened.counters | {"next_number": opened.next_number}))
         for key, _ in opened.unreadable:

@@ -13,6 +13,7 @@ from omlxd.storage.ssd_archive import ArchivedNamespace, check_archive, read_arc
 from omlxd.storage.ssd_errors import SsdError
 from omlxd.storage.ssd_records import EncodedBlock
 from omlxd.storage.ssd_room import Room
+from omlxd.storage.ssd_space import count_pages, punch_free_pages
 
 if TYPE_CHECKING:
     from omlxd.storage.ssd import SsdTier
@@ -23,9 +24,9 @@ def rewrite(environment: Environment, room: Room, free_space: Callable[[Path], i
 
     Raises ``SsdError`` where both files together would not fit the limit or leave the volume its floor, ``DiskTrouble``.
     """
-    environment.punch_free_pages()
+    punch_free_pages(environment)
     before = environment.allocated_bytes()
-    copy = environment.count_pages().live * environment.header.page_bytes
+    copy = count_pages(environment).live * environment.header.page_bytes
     if before + copy + room.other_bytes > room.limit:
         raise SsdError(
             f"a copy of {copy} bytes beside the {before} in use does not fit the limit of {room.limit} bytes"
@@ -55,7 +56,9 @@ def import_blocks(tier: SsdTier, file: Path, progress: Callable[[int], None]) ->
             left_out.update(block.key for block in group if block.key not in tier)
             group, size = [], 0
             progress(tier.counts["written_blocks"] - before)
-        if entry.meta.parent in left_out:  # there was no room for what it continues: it would take others' room for nothing
+        if (
+            entry.meta.parent in left_out
+        ):  # there was no room for what it continues: it would take others' room for nothing
             left_out.add(entry.key)
             continue
         group.append(entry)

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from omlxd.policy.base import CachePolicy
-from omlxd.storage.environment import Pages
 from omlxd.storage.ssd_index import Entry
 from omlxd.storage.ssd_records import EncodedBlock, Record
+from omlxd.storage.ssd_space import Pages
 
 State = Literal["ok", "read-only", "gone", "full"]
 

@@ -6,8 +6,9 @@ import threading
 import time
 
 from omlxd.storage.codec import RAW, CodecError, decode
-from omlxd.storage.environment import Environment, Located
-from omlxd.storage.ssd_errors import Damaged, Missing
+from omlxd.storage.environment import Environment
+from omlxd.storage.ssd_errors import Damaged, Departed, Missing
+from omlxd.storage.ssd_payload import Located, get_record, locate, read_ahead, read_stored
 from omlxd.storage.ssd_records import checksum
 
 _KEPT_SCRATCH = 64 << 20  # bytes a thread keeps for encoded blocks between two reads
@@ -39,7 +40,7 @@ class Reader:
 
         Raises ``Missing``, ``DiskTrouble`` or ``Damaged``; ``out`` then holds anything. ``ValueError`` when it is too small.
         """
-        located = environment.locate(key)
+        located = locate(environment, key)
         if located is None:
             raise Missing(f"block {key.hex()[:16]} is not on the SSD")
         record = located.record
@@ -61,7 +62,7 @@ class Reader:
 
     def verify(self, environment: Environment, key: bytes) -> int:
         """Read ``key`` and check its stored bytes, without decoding; returns their number. Raises as ``read_into``."""
-        located = environment.locate(key)
+        located = locate(environment, key)
         if located is None:
             raise Missing(f"block {key.hex()[:16]} is not on the SSD")
         try:
@@ -71,9 +72,9 @@ class Reader:
         return located.record.stored_bytes
 
     def _read(self, environment: Environment, located: Located, out: memoryview) -> None:
-        environment.read_ahead(located)
+        read_ahead(environment, located)
         begun = time.perf_counter()
-        environment.read_stored(located, out)
+        read_stored(environment, located, out)
         rate = out.nbytes / max(time.perf_counter() - begun, 1e-9)
         if out.nbytes >= 1 << 16:  # what is smaller measures the calls, not the disk
             self.rate = rate if not self.rate else 0.95 * self.rate + 0.05 * rate
@@ -83,7 +84,7 @@ class Reader:
     def _explain(self, environment: Environment, located: Located, error: Exception) -> None:
         """Wrong bytes are damage, unless the record has left meanwhile and its pages are another's."""
         key = located.record.key
-        record = environment.get_record(key)
+        record = get_record(environment, key)
         if environment.generation != located.generation or record is None or record.number != located.record.number:
-            raise Missing(f"block {key.hex()[:16]} left the SSD while it was read") from error
+            raise Departed(f"block {key.hex()[:16]} left the SSD while it was read") from error
         raise error if isinstance(error, Damaged) else Damaged(str(error)) from error

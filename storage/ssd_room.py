@@ -13,8 +13,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from omlxd.policy.base import CachePolicy, ChunkStatus
-from omlxd.storage.environment import PIECE_PAGE_BYTES, Pages
+from omlxd.storage.environment import PIECE_PAGE_BYTES
 from omlxd.storage.ssd_index import Entry, Index, SpaceTotals, subtree
+from omlxd.storage.ssd_space import Pages
 
 MARGIN = 0.05
 MAX_MARGIN = 0.30

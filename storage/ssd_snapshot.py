@@ -13,6 +13,7 @@ from omlxd.storage.environment import Environment
 from omlxd.storage.ssd_index import Entry
 from omlxd.storage.ssd_load import CLEAN, STATE, pack_state
 from omlxd.storage.ssd_room import Room
+from omlxd.storage.ssd_transaction import WriteTransaction
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +28,7 @@ def save_state(environment: Environment, policy: CachePolicy, entries: Mapping[b
     state = _pack(policy, entries)
     pages = -(-len(state) // room.page_bytes) + 1
     try:
-        with environment.writing() as txn:
+        with WriteTransaction(environment) as txn:
             if state and room.fits_at_once(pages):
                 txn.clear(environment.recency)
                 size = environment.piece_bytes
@@ -35,7 +36,7 @@ def save_state(environment: Environment, policy: CachePolicy, entries: Mapping[b
                     txn.put(environment.recency, STATE + _CHUNK.pack(number), state[start : start + size])
             txn.put(environment.meta, CLEAN, b"yes")
     except lmdb.MapFullError:
-        with environment.writing() as txn:
+        with WriteTransaction(environment) as txn:
             txn.put(environment.meta, CLEAN, b"yes")
     environment.sync()
 

@@ -11,10 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omlxd.storage.environment import DATA_NAME, SMALL_STORE, Environment, Located
+from omlxd.storage.environment import DATA_NAME, SMALL_STORE, Environment
 from omlxd.storage.ssd_errors import Damaged, DiskTrouble, StoreBroken
 from omlxd.storage.ssd_pages import free_pages, read_header, runs_of
+from omlxd.storage.ssd_payload import Located, get_record, locate, read_stored
 from omlxd.storage.ssd_records import Record, checksum
+from omlxd.storage.ssd_space import count_pages, punch_free_pages
+from omlxd.storage.ssd_transaction import WriteTransaction
 from tests.storage.ssd_store import key_of, payload_of
 
 MIB = 1 << 20
@@ -34,7 +37,7 @@ def record_of(key: bytes, nbytes: int, number: int = 0) -> Record:
 
 
 def put(environment: Environment, *blocks: tuple[bytes, int]) -> None:
-    with environment.writing() as txn:
+    with WriteTransaction(environment) as txn:
         for key, nbytes in blocks:
             txn.put_block(record_of(key, nbytes), [payload_of(key, nbytes)])
 
@@ -42,7 +45,7 @@ def put(environment: Environment, *blocks: tuple[bytes, int]) -> None:
 def read(environment: Environment, located: Located | None) -> bytes:
     assert located is not None
     out = bytearray(located.record.stored_bytes)
-    environment.read_stored(located, memoryview(out))
+    read_stored(environment, located, memoryview(out))
     return bytes(out)
 
 
@@ -52,7 +55,7 @@ def test_stored_bytes_come_back_at_every_edge_of_a_piece(environment: Environmen
     for unit in environment.piece_sizes:
         key = key_of(unit, pieces)
         put(environment, (key, pieces * unit + extra))
-        assert read(environment, environment.locate(key)) == payload_of(key, pieces * unit + extra)
+        assert read(environment, locate(environment, key)) == payload_of(key, pieces * unit + extra)
 
 
 @settings(deadline=None, max_examples=25)
@@ -64,15 +67,15 @@ def test_records_of_any_size_come_back_also_between_others_that_left(
     try:
         put(environment, *((key_of("old", at), size) for at, size in enumerate(sizes)))
         gone = random.Random(seed).sample(range(len(sizes)), len(sizes) // 2)
-        with environment.writing() as txn:
+        with WriteTransaction(environment) as txn:
             for at in gone:
                 assert txn.delete_block(key_of("old", at))
         for at in reversed(range(len(sizes))):
             put(environment, (key_of("new", at), sizes[at]))
         for at, size in enumerate(sizes):
             for name in ("new",) if at in gone else ("new", "old"):
-                assert read(environment, environment.locate(key_of(name, at))) == payload_of(key_of(name, at), size)
-        assert all(environment.locate(key_of("old", at)) is None for at in gone)
+                assert read(environment, locate(environment, key_of(name, at))) == payload_of(key_of(name, at), size)
+        assert all(locate(environment, key_of("old", at)) is None for at in gone)
     finally:
         environment.close()
 
@@ -97,9 +100,9 @@ def test_the_parts_of_an_encoded_block_are_stored_as_one_run_of_bytes(environmen
     whole = b"".join(parts)
     key = key_of("parts", 0)
     record = Record(key, 0, 1, 7, len(whole), "zstd", b"", checksum(parts), None, 0, 0.0, b"layout")
-    with environment.writing() as txn:
+    with WriteTransaction(environment) as txn:
         txn.put_block(record, parts)
-    located = environment.locate(key)
+    located = locate(environment, key)
     assert read(environment, located) == whole
     assert located is not None
     assert located.record == record
@@ -110,15 +113,19 @@ def test_neighbouring_pieces_are_read_with_one_call(environment: Environment, mo
     calls = []
     preadv = os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: calls.append(len(buffers)) or preadv(fd, buffers, at))
-    read(environment, environment.locate(key_of("a", 0)))
+    read(environment, locate(environment, key_of("a", 0)))
     assert len(calls) == 1
 
 
 def test_an_aborted_transaction_leaves_nothing(environment: Environment) -> None:
-    with pytest.raises(RuntimeError), environment.writing() as txn:
-        txn.put_block(record_of(key_of("a", 0), 1000), [payload_of(key_of("a", 0), 1000)])
-        raise RuntimeError
-    assert environment.locate(key_of("a", 0)) is None
+    def fail_halfway() -> None:
+        with WriteTransaction(environment) as txn:
+            txn.put_block(record_of(key_of("a", 0), 1000), [payload_of(key_of("a", 0), 1000)])
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail_halfway()
+    assert locate(environment, key_of("a", 0)) is None
 
 
 def test_a_record_survives_reopening(tmp_path: Path) -> None:
@@ -126,7 +133,7 @@ def test_a_record_survives_reopening(tmp_path: Path) -> None:
     put(environment, (key_of("a", 0), MIB))
     environment.close()
     environment = Environment(tmp_path, map_bytes=16 * MIB, readonly=True)
-    assert read(environment, environment.locate(key_of("a", 0))) == payload_of(key_of("a", 0), MIB)
+    assert read(environment, locate(environment, key_of("a", 0))) == payload_of(key_of("a", 0), MIB)
     environment.close()
 
 
@@ -138,10 +145,10 @@ def test_the_files_belong_to_their_owner_alone(environment: Environment) -> None
 def test_a_record_under_another_key_is_damage(environment: Environment) -> None:
     one, two = key_of("a", 1), key_of("a", 2)
     put(environment, (one, 5000), (two, 5000))
-    with environment.writing() as txn:
+    with WriteTransaction(environment) as txn:
         txn.put(environment.blocks, two, record_of(one, 5000).pack())
     with pytest.raises(Damaged, match="another key"):
-        environment.locate(two)
+        locate(environment, two)
 
 
 def test_every_flipped_bit_of_a_record_is_noticed(environment: Environment) -> None:
@@ -149,24 +156,24 @@ def test_every_flipped_bit_of_a_record_is_noticed(environment: Environment) -> N
     packed = record_of(key, 5000).pack()
     put(environment, (key, 5000))
     for at in range(len(packed)):
-        with environment.writing() as txn:
+        with WriteTransaction(environment) as txn:
             txn.put(environment.blocks, key, packed[:at] + bytes([packed[at] ^ (1 << at % 8)]) + packed[at + 1 :])
         with pytest.raises(Damaged):
-            environment.get_record(key)
+            get_record(environment, key)
 
 
 def test_missing_and_surplus_pieces_are_damage(environment: Environment) -> None:
     key = key_of("a", 1)
     put(environment, (key, 300_000))
-    with environment.writing() as txn:
+    with WriteTransaction(environment) as txn:
         txn.delete(environment.pieces, key + struct.pack(">I", 1))
     with pytest.raises(Damaged, match="pieces"):
-        environment.locate(key)
-    with environment.writing() as txn:
+        locate(environment, key)
+    with WriteTransaction(environment) as txn:
         for number in (1, 2):
             txn.put(environment.pieces, key + struct.pack(">I", number), bytes(300_000))
     with pytest.raises(Damaged, match="pieces"):
-        environment.locate(key)
+        locate(environment, key)
 
 
 # -- pages ----------------------------------------------------------------------------------------
@@ -181,7 +188,7 @@ def churn(environment: Environment, rounds: int = 30) -> list[tuple[bytes, int]]
     live: list[tuple[bytes, int]] = []
     for number in range(rounds):
         block = (key_of("churn", number), rng.randrange(1, 900_000))
-        with environment.writing() as txn:
+        with WriteTransaction(environment) as txn:
             if len(live) > 8:
                 txn.delete_block(live.pop(rng.randrange(len(live)))[0])
             txn.put_block(record_of(*block), [payload_of(*block)])
@@ -191,7 +198,7 @@ def churn(environment: Environment, rounds: int = 30) -> list[tuple[bytes, int]]
 
 def test_used_and_free_pages_add_up_to_the_file(environment: Environment) -> None:
     churn(environment)
-    pages = environment.count_pages()
+    pages = count_pages(environment)
     descriptor = os.open(environment.path / DATA_NAME, os.O_RDONLY)
     try:
         free = free_pages(descriptor, read_header(descriptor))
@@ -204,23 +211,23 @@ def test_used_and_free_pages_add_up_to_the_file(environment: Environment) -> Non
 def test_free_pages_are_given_back_and_nothing_else(environment: Environment) -> None:
     live = churn(environment)
     before = allocated(environment)
-    returned = environment.punch_free_pages()
+    returned = punch_free_pages(environment)
     if returned is None:
         pytest.skip("this file system cannot make holes in files")
     assert returned == before - allocated(environment)
-    assert allocated(environment) <= environment.count_pages().live * environment.header.page_bytes + 600 * 1024
+    assert allocated(environment) <= count_pages(environment).live * environment.header.page_bytes + 600 * 1024
     for key, nbytes in live:
-        assert read(environment, environment.locate(key)) == payload_of(key, nbytes)
+        assert read(environment, locate(environment, key)) == payload_of(key, nbytes)
     live = churn(environment)  # the holes are used again
     for key, nbytes in live:
-        assert read(environment, environment.locate(key)) == payload_of(key, nbytes)
+        assert read(environment, locate(environment, key)) == payload_of(key, nbytes)
 
 
 def test_the_whole_tree_passes_lmdbs_own_verification_after_holes_were_made(tmp_path: Path) -> None:
     verify = pytest.importorskip("lmdb.verify", reason="this py-lmdb has no verifier")
     environment = Environment(tmp_path, map_bytes=64 * MIB)
     churn(environment)
-    environment.punch_free_pages()
+    punch_free_pages(environment)
     churn(environment, 5)
     environment.close()
     assert verify.verify(str(tmp_path)) == []
@@ -237,9 +244,9 @@ def test_starting_over_gives_all_space_back(environment: Environment) -> None:
     put(environment, (key_of("a", 0), 8 * MIB))
     environment.start_over(32 * MIB)
     assert allocated(environment) < 100_000
-    assert environment.locate(key_of("a", 0)) is None
+    assert locate(environment, key_of("a", 0)) is None
     put(environment, (key_of("b", 0), MIB))
-    assert read(environment, environment.locate(key_of("b", 0))) == payload_of(key_of("b", 0), MIB)
+    assert read(environment, locate(environment, key_of("b", 0))) == payload_of(key_of("b", 0), MIB)
 
 
 def test_the_map_bounds_the_file_and_can_be_changed(environment: Environment) -> None:
@@ -250,7 +257,7 @@ def test_the_map_bounds_the_file_and_can_be_changed(environment: Environment) ->
     environment.resize(8 * MIB)
     put(environment, (key_of("a", 0), 3 * MIB))
     environment.resize(MIB)  # never below what is used
-    assert read(environment, environment.locate(key_of("a", 0))) == payload_of(key_of("a", 0), 3 * MIB)
+    assert read(environment, locate(environment, key_of("a", 0))) == payload_of(key_of("a", 0), 3 * MIB)
 
 
 # -- what is not a store --------------------------------------------------------------------------
@@ -296,7 +303,7 @@ def test_a_file_that_is_harmed_while_it_is_open_is_trouble_and_not_a_signal(
     environment: Environment, harm: str
 ) -> None:
     put(environment, *((key_of("a", at), 400_000) for at in range(20)))
-    located = environment.locate(key_of("a", 19))
+    located = locate(environment, key_of("a", 19))
     data = environment.path / DATA_NAME
     if harm == "cut":
         os.truncate(data, data.stat().st_size // 2)
@@ -309,7 +316,7 @@ def test_a_file_that_is_harmed_while_it_is_open_is_trouble_and_not_a_signal(
     else:
         data.unlink()
     with pytest.raises(DiskTrouble):
-        environment.locate(key_of("a", 3))
+        locate(environment, key_of("a", 3))
     with pytest.raises(DiskTrouble):
         put(environment, (key_of("b", 0), 1000))
     if harm in ("cut", "emptied"):
@@ -319,10 +326,10 @@ def test_a_file_that_is_harmed_while_it_is_open_is_trouble_and_not_a_signal(
 
 def test_a_closed_environment_answers_readers_with_trouble(environment: Environment) -> None:
     put(environment, (key_of("a", 0), 400_000))
-    located = environment.locate(key_of("a", 0))
+    located = locate(environment, key_of("a", 0))
     environment.close()
     environment.close()
     with pytest.raises(DiskTrouble):
-        environment.locate(key_of("a", 0))
+        locate(environment, key_of("a", 0))
     with pytest.raises(DiskTrouble):
         read(environment, located)

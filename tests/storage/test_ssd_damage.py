@@ -12,8 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from omlxd.storage import ssd_reader
 from omlxd.storage.environment import DATA_NAME
 from omlxd.storage.ssd import Damaged, DiskTrouble, Missing, SsdTier
+from omlxd.storage.ssd_payload import locate
+from omlxd.storage.ssd_transaction import WriteTransaction
 from tests.storage.damage_ssd import LIMIT, flip_tree_bytes
 from tests.storage.ssd_store import (
     assert_exact,
@@ -41,7 +44,7 @@ def tier(tmp_path: Path) -> Iterator[SsdTier]:
 
 def harm_payload(tier: SsdTier, key: bytes, at: int) -> None:
     """Flip one bit of a stored payload, on the disk."""
-    located = tier._environment.locate(key)
+    located = locate(tier._environment, key)
     assert located is not None
     for place in located.places:
         # The end of a payload may be kept within a tree's page.
@@ -98,7 +101,7 @@ def test_two_swapped_records_are_both_noticed(tier: SsdTier) -> None:
     one, two = chain_of("a", [5000, 5000])
     spill(tier, [one, two])
     environment = tier._environment
-    with environment.writing() as txn:
+    with WriteTransaction(environment) as txn:
         packed = [txn.get(environment.blocks, meta.key) for meta in (one, two)]
         assert packed[0] is not None
         assert packed[1] is not None
@@ -113,7 +116,7 @@ def test_two_swapped_payloads_are_both_noticed(tier: SsdTier) -> None:
     one, two = chain_of("a", [5000, 5000])
     spill(tier, [one, two])
     environment = tier._environment
-    with environment.writing() as txn:
+    with WriteTransaction(environment) as txn:
         pieces = [txn.get(environment.pieces, meta.key + bytes(4)) for meta in (one, two)]
         assert pieces[0] is not None
         assert pieces[1] is not None
@@ -127,7 +130,7 @@ def test_two_swapped_payloads_are_both_noticed(tier: SsdTier) -> None:
 def test_a_record_that_vanished_from_the_disk_is_damage_one_that_was_evicted_is_a_miss(tier: SsdTier) -> None:
     one, two = chain_of("a", [5000, 5000])
     spill(tier, [one, two])
-    with tier._environment.writing() as txn:
+    with WriteTransaction(tier._environment) as txn:
         txn.delete_block(one.key)
     with pytest.raises(Damaged, match="gone from the disk"):
         restore(tier, one.key)
@@ -142,7 +145,7 @@ def test_a_record_that_cannot_be_read_at_the_start_is_quarantined_and_the_rest_s
     metas = chain_of("a", [5000] * 4)
     spill(tier, metas)
     environment = tier._environment
-    with environment.writing() as txn:
+    with WriteTransaction(environment) as txn:
         packed = txn.get(environment.blocks, metas[3].key)
         assert packed is not None
         txn.put(environment.blocks, metas[3].key, packed[:-1] + b"?")
@@ -156,27 +159,24 @@ def test_a_record_that_cannot_be_read_at_the_start_is_quarantined_and_the_rest_s
     tier.close()
 
 
-def test_a_read_that_races_with_an_eviction_is_a_miss_and_no_damage(tier: SsdTier) -> None:
+def test_a_read_that_races_with_an_eviction_is_a_miss_and_no_damage(
+    tier: SsdTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The place was looked up, then the record left and its pages were used again, then the bytes are read."""
     (meta,) = chain_of("a", [2 * MIB])
     spill(tier, [meta])
-    environment, reader = tier._environment, tier._reader
-    located = environment.locate(meta.key)
-    assert located is not None
+    located = locate(tier._environment, meta.key)
 
-    class Racing:
-        def __getattr__(self, name: str) -> object:
-            return getattr(environment, name)
+    def locate_and_lose(environment: object, key: bytes) -> object:
+        tier.discard([key], "removed")
+        do_chores(tier)
+        for number in range(12):
+            spill(tier, chain_of(number, [2 * MIB]))
+        return located
 
-        def locate(self, key: bytes) -> object:
-            tier.discard([key], "removed")
-            do_chores(tier)
-            for number in range(12):
-                spill(tier, chain_of(number, [2 * MIB]))
-            return located
-
+    monkeypatch.setattr(ssd_reader, "locate", locate_and_lose)
     with pytest.raises(Missing, match="left the SSD while it was read"):
-        reader.read_into(Racing(), meta.key, memoryview(bytearray(2 * MIB)))  # type: ignore[arg-type]
+        tier.read_into(meta.key, memoryview(bytearray(2 * MIB)))
 
 
 # -- files, while the store is open -----------------------------------------------------------------
