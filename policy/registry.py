@@ -9,6 +9,9 @@ from omlxd.policy.base import CachePolicy
 _PLACES: dict[str, tuple[str, str]] = {
     "lru": ("omlxd.policy.lru", "LRUCachePolicy"),
     "arc": ("omlxd.policy.arc", "ARCCachePolicy"),
+    "fifo": ("omlxd.policy.fifo", "FIFOCachePolicy"),
+    "s3fifo": ("omlxd.policy.s3fifo", "S3FIFOCachePolicy"),
+    "prefix": ("omlxd.policy.prefix", "PrefixCachePolicy"),
 }
 
 

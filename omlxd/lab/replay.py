@@ -1,0 +1,143 @@
+"""One replay: a trace through the RAM tier's manager and a policy, as the daemon drives them, without payloads.
+
+Each request looks its blocks up in order; the leading run of present ones is loaded, the rest is stored, heads
+first. What a tier refuses as a whole is offered in halves, down to single blocks, as the daemon does; what is then
+refused, and all behind it, stays unstored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+
+from omlxd.lab.traces import Request, Trace
+from omlxd.policy.base import CachePolicy, RequestContext
+from omlxd.policy.belady import BeladyCachePolicy
+from omlxd.policy.registry import get_policy
+from omlxd.storage.chunks import ChunkManager, Lookup
+
+OFFLINE: dict[str, type[CachePolicy]] = {"belady": BeladyCachePolicy}
+"""Policies that know the future: for replays alone, so the registry has none of them."""
+
+Progress = Callable[[int], None]
+_REPORT_EVERY = 64  # requests
+
+
+@dataclass(slots=True)
+class Tally:
+    """What a replay counts. Blocks, unless it says otherwise."""
+
+    requests: int = 0
+    asked_tokens: int = 0
+    reused_tokens: int = 0
+    reused_tokens_ssd: int = 0
+    asked: int = 0
+    present: int = 0
+    computed: int = 0
+    """Blocks that were asked for and not reused."""
+    stored: int = 0
+    refused: int = 0
+    evicted: int = 0
+    victim_ages: list[int] = field(default_factory=list)
+    """Of every victim, the requests since its last use."""
+    ssd_written: int = 0
+    ssd_read: int = 0
+    ssd_evicted: int = 0
+    seconds: float = 0.0
+
+
+def policy_class(name: str) -> type[CachePolicy]:
+    """As the registry's `get_policy`; knows those too that need the future."""
+    return OFFLINE.get(name) or get_policy(name)
+
+
+def leading_run(found: Sequence[Lookup]) -> int:
+    """How many leading blocks are there."""
+    for index, what in enumerate(found):
+        if what is not Lookup.HIT:
+            return index
+    return len(found)
+
+
+class Tier:
+    """A manager, and when which of its blocks was used last."""
+
+    def __init__(self, size: int, policy: str, keys: Sequence[Sequence[bytes]]) -> None:
+        self.manager = ChunkManager(size, policy_class(policy))
+        if isinstance(self.manager.policy, BeladyCachePolicy):
+            self.manager.policy.know(keys)
+        self._last_use: dict[bytes, int] = {}
+
+    def used(self, keys: Sequence[bytes], now: int) -> None:
+        """Request number `now` used `keys`."""
+        self._last_use.update(dict.fromkeys(keys, now))
+
+    def store(self, keys: Sequence[bytes], ctx: RequestContext | None, on_evicted: Callable[[list[bytes]], None]) -> int:
+        """Offer `keys`, heads first; how many leading ones are here now.
+
+        All are pending until the last one was offered: a request never evicts its own blocks.
+        """
+        done, batch = 0, len(keys)
+        taken: list[bytes] = []
+        while batch:
+            offered = keys[done : done + batch]
+            prepared = self.manager.prepare_store(offered, ctx)
+            if prepared is None:
+                batch //= 2
+                continue
+            if prepared.evicted_keys:
+                on_evicted(prepared.evicted_keys)
+            taken += prepared.keys_to_store
+            done += len(offered)
+            batch = min(batch, len(keys) - done)
+        self.manager.complete_store(taken, True, ctx)
+        return done
+
+    def ages(self, evicted: Sequence[bytes], now: int) -> list[int]:
+        """Requests since the last use of each of `evicted`."""
+        return [now - self._last_use.get(key, now) for key in evicted]
+
+
+def replay_ram(trace: Trace, policy: str, size: int, progress: Progress | None = None) -> Tally:
+    """RAM alone: `size` blocks under `policy`."""
+    keys_of = trace.keys()
+    tier = Tier(size, policy, keys_of)
+    manager = tier.manager
+    tally = Tally()
+    start = perf_counter()
+    for now, (request, keys) in enumerate(zip(trace.requests, keys_of, strict=True)):
+        found = manager.lookup_many(keys)
+        run = leading_run(found)
+        count(tally, request, trace.block_tokens, found, run)
+        ctx = RequestContext()
+        held = keys[:run]
+        if held:
+            manager.prepare_load(held, ctx)
+
+        def on_evicted(evicted: list[bytes], now: int = now) -> None:
+            tally.evicted += len(evicted)
+            tally.victim_ages += tier.ages(evicted, now)
+
+        before = manager.counters.stored
+        done = run + tier.store(keys[run:], ctx, on_evicted)
+        tally.stored += manager.counters.stored - before
+        tally.refused += len(keys) - done
+        if held:
+            manager.complete_load(held, ctx)
+        manager.on_request_finished(ctx)
+        tier.used(keys, now)
+        if progress is not None and now % _REPORT_EVERY == 0:
+            progress(now)
+    tally.seconds = perf_counter() - start
+    return tally
+
+
+def count(tally: Tally, request: Request, block_tokens: int, found: Sequence[Lookup], run: int) -> None:
+    """A request has looked its blocks up."""
+    tally.requests += 1
+    tally.asked_tokens += request.input_tokens
+    tally.reused_tokens += min(run * block_tokens, request.input_tokens)
+    tally.asked += len(found)
+    tally.present += sum(what is Lookup.HIT for what in found)
+    tally.computed += len(found) - run

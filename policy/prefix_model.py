@@ -1,0 +1,236 @@
+"""When will a group be used again? Survival over ages, by class, learnt from hits and from what was evicted.
+
+Age counts requests, in bins that grow with the logarithm. For each class of groups and each bin the model
+counts how many groups entered the bin and how many were used in it (a used part of a group counts as that
+part of it). A group counts when it *enters* a bin: counting it when it leaves would make the oldest ages that
+anybody has reached yet look far too hopeful, since hits are seen at once and survivors late.
+
+A class is a tuple of features. Its hazard in a bin is that of its parent class (one feature less) times a
+factor: what happened there and in the neighbouring bins, over what the parent's hazard would have made
+happen, with `_TRUST` imagined events for "as the parent". So a class that has seen little does as its parent
+does, and the root as a prior does whose hazard in each bin falls slowly: least recently used first.
+
+What a group is worth is an index in the sense of Gittins (1979): the best ratio, over all horizons, of the
+chance that it is used within the horizon to the time for which it will then have held its room. LHD (Beckmann,
+Chen, Cidon, NSDI 2018) takes that ratio for the one horizon of the whole life; most of a cache's room then
+goes to groups that are likely to be used some day, in spite of better ones that are used soon or never.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+
+Features = tuple[int, ...]
+
+NUM_BINS = 22
+"""Ages up to 2^20 requests, an octave each; what is older shares the last bin."""
+
+_KERNEL = 0.36  # weight of a bin's neighbour in its factor; of the next one 0.36 squared, ...
+_TRUST = 2.0  # imagined events that speak for the parent's hazard
+_ROOT_TRUST = 5.0  # imagined groups that speak for the bin before
+_PRIOR = 0.05  # hazard of a bin of which nothing is known
+_FADE = 0.8  # hazard of a bin in terms of the bin before, where nothing else is known
+_CERTAIN = 0.95  # no hazard is higher
+_RENEW_GROWTH = 0.05  # a class is looked at again when it has seen this much more,
+_RENEW_MINIMUM = 2.0  # and at least that many groups more
+_FORGET_AT = 50_000.0  # events at which all counts are halved, so that the past weighs less and less
+
+
+BOUNDS = tuple(2**index for index in range(NUM_BINS - 1))
+"""Ages in requests at which the bins end; the last one ends nowhere."""
+WIDTHS = tuple(b - a for a, b in zip((0, *BOUNDS), (*BOUNDS, 2 * BOUNDS[-1]), strict=True))
+
+
+def bin_of(age: int) -> int:
+    """The bin of an age in requests."""
+    return min(NUM_BINS - 1, age.bit_length())
+
+
+class GroupClass:
+    """What is known of one class: events and entries by bin, the hazard and the worth that follow from them."""
+
+    __slots__ = ("entries", "events", "features", "hazards", "number", "parent", "queued", "seen", "worths")
+
+    def __init__(self, features: Features, parent: GroupClass | None, number: int) -> None:
+        self.number = number
+        """Order of appearance."""
+        self.features = features
+        self.parent = parent
+        self.events = array("d", bytes(8 * NUM_BINS))
+        self.entries = array("d", bytes(8 * NUM_BINS))
+        self.hazards: list[float] = []
+        self.worths: list[float] = []
+        self.seen = 0.0  # events and entries since the hazards were computed
+        self.queued = False
+
+
+def smooth(values: Sequence[float]) -> list[float]:
+    """Each bin's value plus its neighbours' with weights that fall geometrically."""
+    up = list(accumulate(values, lambda total, value: total * _KERNEL + value))
+    down = list(accumulate(reversed(values), lambda total, value: total * _KERNEL + value))
+    down.reverse()
+    return [a + b - value for a, b, value in zip(up, down, values, strict=True)]
+
+
+def root_hazards(events: Sequence[float], entries: Sequence[float]) -> list[float]:
+    """Hazards without any feature; a bin that nobody has entered continues the bins before it."""
+    hazards = []
+    hazard = _PRIOR
+    for seen, entered in zip(events, entries, strict=True):
+        hazard = min(_CERTAIN, (seen + _ROOT_TRUST * hazard) / (entered + _ROOT_TRUST))
+        hazards.append(hazard)
+        hazard *= _FADE
+    return hazards
+
+
+def class_hazards(events: Sequence[float], entries: Sequence[float], parent: Sequence[float]) -> list[float]:
+    """The parent's hazards times what this class did in terms of them, bin by bin."""
+    expected = smooth([entered * hazard for entered, hazard in zip(entries, parent, strict=True)])
+    observed = smooth(events)
+    return [
+        min(_CERTAIN, hazard * (seen + _TRUST) / (likely + _TRUST))
+        for hazard, seen, likely in zip(parent, observed, expected, strict=True)
+    ]
+
+
+def index_of(hazards: Sequence[float]) -> list[float]:
+    """For each bin, the best ratio over horizons of the chance of a use to the time until use or horizon, 1/requests.
+
+    From the last bin backwards: a bin joins the ones after it while that raises its ratio. Each joins at most once.
+    """
+    worths = [0.0] * len(hazards)
+    stack: list[tuple[float, float]] = []
+    for index in range(len(hazards) - 1, -1, -1):
+        chance = hazards[index]
+        survival = 1.0 - chance
+        time = WIDTHS[index] * (1.0 - 0.5 * chance)
+        while stack and stack[-1][0] * time > chance * stack[-1][1]:
+            later_chance, later_time = stack.pop()
+            time += survival * later_time
+            chance += survival * later_chance
+            survival = 1.0 - chance
+        stack.append((chance, time))
+        worths[index] = chance / time
+    return worths
+
+
+def chance_within(hazards: Sequence[float], start: int, stop: int) -> float:
+    """The chance of a use in the bins from `start` to before `stop` for a group that has come to `start`."""
+    survival = 1.0
+    for hazard in hazards[start:stop]:
+        survival *= 1.0 - hazard
+    return 1.0 - survival
+
+
+class SurvivalModel:
+    """All classes of groups, and when to look at which of them again."""
+
+    def __init__(self) -> None:
+        self._classes: dict[Features, GroupClass] = {}
+        self._stale: deque[GroupClass] = deque()
+        self._weight = 0.0
+        self.root = self._make((), None)
+
+    def _make(self, features: Features, parent: GroupClass | None) -> GroupClass:
+        group_class = self._classes[features] = GroupClass(features, parent, len(self._classes))
+        self._compute(group_class)
+        return group_class
+
+    def of(self, features: Features) -> GroupClass:
+        """The class with these features."""
+        group_class = self._classes.get(features)
+        if group_class is None:
+            group_class = self._make(features, self.of(features[:-1]))
+        return group_class
+
+    def entered(self, group_class: GroupClass, index: int, weight: float = 1.0) -> None:
+        """A group of that class has come to the age of bin `index`."""
+        level: GroupClass | None = group_class
+        while level is not None:
+            level.entries[index] += weight
+            level.seen += weight
+            level = level.parent
+        self._maybe_stale(group_class)
+
+    def used(self, group_class: GroupClass, index: int, part: float) -> None:
+        """`part` (0 to 1) of a group of that class was used at the age of bin `index`."""
+        self._weight += part
+        level: GroupClass | None = group_class
+        while level is not None:
+            level.events[index] += part
+            level.seen += part
+            level = level.parent
+        self._maybe_stale(group_class)
+
+    def _maybe_stale(self, group_class: GroupClass) -> None:
+        if not group_class.queued and group_class.seen > _RENEW_MINIMUM + _RENEW_GROWTH * group_class.entries[0]:
+            group_class.queued = True
+            self._stale.append(group_class)
+
+    def renew(self, most: int) -> Iterator[GroupClass]:
+        """Compute the worth of up to `most` classes anew, those first that wait longest; yields them."""
+        if self._weight > _FORGET_AT:
+            self._forget()
+        for _ in range(min(most, len(self._stale))):
+            group_class = self._stale.popleft()
+            group_class.queued = False
+            self._compute(group_class)
+            yield group_class
+
+    def _compute(self, group_class: GroupClass) -> None:
+        parent = group_class.parent
+        if parent is None:
+            group_class.hazards = root_hazards(group_class.events, group_class.entries)
+        else:
+            if parent.seen > _RENEW_MINIMUM + 0.5 * _RENEW_GROWTH * parent.entries[0]:
+                self._compute(parent)
+            group_class.hazards = class_hazards(group_class.events, group_class.entries, parent.hazards)
+        group_class.worths = index_of(group_class.hazards)
+        group_class.seen = 0.0
+
+    def _forget(self) -> None:
+        self._weight *= 0.5
+        for group_class in self._classes.values():
+            for counts in (group_class.events, group_class.entries):
+                for index in range(NUM_BINS):
+                    counts[index] *= 0.5
+
+    def state(self) -> list[list[object]]:
+        """All counts, as msgpack can pack them: [features, events, entries] for each class, parents first."""
+        return [
+            [list(features), known.events.tolist(), known.entries.tolist()]
+            for features, known in sorted(self._classes.items(), key=lambda item: len(item[0]))
+        ]
+
+    @classmethod
+    def from_state(cls, state: object) -> SurvivalModel:
+        """The model that `state` described; ValueError where it is not of that shape."""
+        model = cls()
+        if not isinstance(state, list | tuple):
+            raise ValueError("policy state: 'model' must be a list of classes; discard the state to start without it")
+        for item in state:
+            features, events, entries = _class_state(item)
+            known = model.of(features)
+            known.events, known.entries = events, entries
+        for known in model._classes.values():  # parents come first
+            model._compute(known)
+        model._weight = sum(model.root.events)
+        return model
+
+
+def _class_state(item: object) -> tuple[Features, array[float], array[float]]:
+    try:
+        features, events, entries = item  # type: ignore[misc]
+        key = tuple(int(value) for value in features)
+        counts = array("d", events), array("d", entries)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"policy state: {item!r} is no class of groups; discard the state to start without it") from error
+    for numbers in counts:
+        if len(numbers) != NUM_BINS or not all(0.0 <= number < 1e15 for number in numbers):
+            raise ValueError(
+                f"policy state: class {key} has no {NUM_BINS} counts of 0 or more; discard the state to start without it"
+            )
+    return key, *counts
