@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from omlxd.client import Cache, Space
-from omlxd.engines import caches
-from omlxd.engines.caches import Arrays, CacheObject, Group, Schema
+from omlxd.engines import cutting
+from omlxd.engines.caches import Arrays, CacheObject, Group, UnsupportedCacheError
+from omlxd.engines.cutting import Schema
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +142,7 @@ class KeptCaches:
                 if len(payloads[group]) < len(keys):
                     return len(payloads[group]) if group is Group.ATTENTION else blocks - 1
             state = payloads[Group.STATE].get(blocks - 1, [])
-            caches.fill(cache, blocks * self.schema.block_tokens, self.schema.block_tokens, payloads.__getitem__, state)
+            cutting.fill(cache, blocks * self.schema.block_tokens, self.schema.block_tokens, payloads.__getitem__, state)
         return blocks
 
     # -- store
@@ -165,7 +166,7 @@ class KeptCaches:
                 saved.add(self._store_blocks(space, group, cache, chain, first, stop))
             elif snapshot:
                 hashes = chain.hashes[group][stop - 1 : stop]
-                saved.add(self._store_some(space, hashes, [caches.snapshot(cache)], 0))
+                saved.add(self._store_some(space, hashes, [cutting.snapshot(cache)], 0))
         return saved
 
     def _store_blocks(
@@ -174,7 +175,7 @@ class KeptCaches:
         hashes = chain.hashes[group]
         # A saved conversation is mostly there already, and cutting is not free.
         present = space.lookup_keys(hashes[first:stop]) if stop - first > 1 else [False]
-        cutter = caches.Cutter(cache, group, self.schema.block_tokens)
+        cutter = cutting.Cutter(cache, group, self.schema.block_tokens)
         saved = Saved()
         run: list[Arrays] = []  # neighbours, which go in one call
         for index in range(first, stop):
@@ -198,7 +199,7 @@ class KeptCaches:
     def _store_some(space: Space, hashes: Sequence[bytes], payloads: Sequence[Arrays], start: int) -> Saved:
         layout = space.layout
         if layout is None or not all(layout.matches(payload) for payload in payloads):
-            raise caches.UnsupportedCacheError(
+            raise UnsupportedCacheError(
                 "the cache's tensors are not those of one sequence of this model; for a batch say row="
             )
         result = space.store_keys(hashes, payloads, start=start)

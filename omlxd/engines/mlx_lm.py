@@ -20,7 +20,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from omlxd.engines.caches import PromptCacheList, UnsupportedCacheError
-from omlxd.engines.prompt_cache import Model, PromptCache, Stats
+from omlxd.engines.forms import Model
+from omlxd.engines.prompt_cache import PromptCache, Stats
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -104,17 +105,19 @@ def _kept(
         options["logits_processors"] = [_with_prefix(p, prefix) for p in options["logits_processors"]]
     answer: list[int] = []
     prompt_tps = 0.0
+    responses = mlx_lm.stream_generate(model, tokenizer, mx.array(tokens[done:]), prompt_cache=cache, **options)
     try:
-        for response in mlx_lm.stream_generate(
-            model, tokenizer, mx.array(tokens[done:]), prompt_cache=cache, **options
-        ):
+        for response in responses:
             if not answer:
                 prompt_tps = len(tokens) / (time.perf_counter() - begun)
             if response.finish_reason is None or response.generation_tokens > len(answer):
                 answer.append(response.token)
             yield dataclasses.replace(response, prompt_tokens=len(tokens), prompt_tps=prompt_tps)
-    finally:
+    except GeneratorExit:  # the caller has read enough
         kept.save(tokens + answer, cache)
+        raise
+    # mlx-lm computes a token ahead: the cache holds every token that it gave. After an error nobody knows what it holds.
+    kept.save(tokens + answer, cache)
 
 
 def _precision(kept: PromptCache, options: dict[str, Any]) -> dict[str, Any]:

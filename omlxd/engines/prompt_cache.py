@@ -25,9 +25,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from omlxd.engines import caches
-from omlxd.engines.caches import CacheObject, PromptCacheList, Schema
+from omlxd.engines.caches import PromptCacheList
 from omlxd.engines.daemon import Daemon
 from omlxd.engines.fingerprint import fingerprint, model_id
+from omlxd.engines.forms import Form, Model, form_of
 from omlxd.engines.groups import Chain, Identity, KeptCaches, Saved
 from omlxd.errors import OmlxdError, Unavailable
 
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: A loaded mlx-lm model (``mlx.nn.Module``); it is called with tokens and a cache.
-Model = Any
 Progress = Callable[[int, int], object]
 
 logger = logging.getLogger(__name__)
@@ -61,22 +60,6 @@ class Stats:
     """Calls that found no daemon."""
     refused: Counter[str] = field(default_factory=Counter)
     """Calls that could not be served for another reason, by reason."""
-
-
-@dataclass(slots=True, eq=False)
-class _Form:
-    """A model's cache in one precision, and the lengths (in tokens) at which mlx-lm has it in that precision."""
-
-    signature: tuple[object, ...]
-    schema: Schema
-    make: Callable[[], PromptCacheList]
-    first: int
-    stop: int | None
-    kept: KeptCaches | None = None
-
-    def covers(self, tokens: int) -> bool:
-        """Does mlx-lm have a cache of so many tokens in this form?"""
-        return tokens >= self.first and (self.stop is None or tokens < self.stop)
 
 
 @dataclass(slots=True)
@@ -150,7 +133,7 @@ class PromptCache:
         self._kv_bits, self._kv_group_size, self._kv_start = kv_bits, kv_group_size, quantized_kv_start
         self._max_kv_size = max_kv_size
         self._identity: Identity | None = None
-        self._forms: list[_Form] = []
+        self._forms: list[Form] = []
         self._unusable: str | None = self._attempt(partial(self._prepare, model_path, adapter_path, salt), str)
 
     def _prepare(
@@ -163,20 +146,11 @@ class PromptCache:
         quantized = self._kv_bits is not None
         forms = []
         if quantized:
-            forms.append(self._form(self._fresh_quantized, self._kv_start, None))
+            forms.append(Form.of(self.model, self.block_tokens, self._fresh_quantized, self._kv_start, None))
         if not quantized or self._kv_start > 0:
-            forms.append(self._form(self.fresh, 0, self._kv_start if quantized else None))
+            forms.append(Form.of(self.model, self.block_tokens, self.fresh, 0, self._kv_start if quantized else None))
         self._forms = forms
         return None
-
-    def _form(self, make: Callable[[], PromptCacheList], first: int, stop: int | None) -> _Form:
-        import mlx.core as mx
-
-        cache = make()
-        # MLX is lazy: this gives every array's shape and type, and computes none.
-        self.model(mx.zeros((1, self.block_tokens), dtype=mx.int32), cache=cache)
-        schema = Schema.of(cache, self.block_tokens)
-        return _Form(_signature(cache), schema, make, first, stop)
 
     def fresh(self) -> PromptCacheList:
         """A new, empty prompt cache of the model."""
@@ -239,19 +213,12 @@ class PromptCache:
         self.stats.misses += 1
         return self.fresh(), 0
 
-    def _restore(self, form: _Form, cache: PromptCacheList, tokens: Sequence[int]) -> int:
-        least, most = self._bounds(form, len(tokens))
+    def _restore(self, form: Form, cache: PromptCacheList, tokens: Sequence[int]) -> int:
+        least, most = form.bounds(len(tokens))
         if most < least:
             return 0
         kept = self._kept(form)
         return kept.fill(cache, kept.chain(tokens[: most * self.block_tokens]), most, least=least)
-
-    def _bounds(self, form: _Form, tokens: int) -> tuple[int, int]:
-        """The fewest and the most blocks that a restore of a prompt of so many tokens can have in a form."""
-        most = (tokens - 1) // self.block_tokens
-        if form.stop is not None:
-            most = min(most, (form.stop - 1) // self.block_tokens)
-        return max(1, -(-form.first // self.block_tokens)), most
 
     def match(self, tokens: Sequence[int]) -> int:
         """How many tokens :meth:`restore` would bring, as far as can be told without loading them."""
@@ -261,8 +228,8 @@ class PromptCache:
                 return blocks * self.block_tokens
         return 0
 
-    def _match(self, form: _Form, tokens: Sequence[int]) -> int:
-        least, most = self._bounds(form, len(tokens))
+    def _match(self, form: Form, tokens: Sequence[int]) -> int:
+        least, most = form.bounds(len(tokens))
         if most < least:
             return 0
         kept = self._kept(form)
@@ -298,7 +265,7 @@ class PromptCache:
         done = self._start(tokens, cache, start)
         last = (len(tokens) - 1) // self.block_tokens * self.block_tokens
         whole = tokens[:last]
-        storing: dict[_Form, _Storing] = {}
+        storing: dict[Form, _Storing] = {}
         with mx.stream(stream or _stream()):
             while done < last:
                 stop = min(last, self._next_stop(done))
@@ -327,7 +294,7 @@ class PromptCache:
         return min(done - done % step + step for step in (self._piece, self._snapshot_tokens))
 
     def _store_piece(
-        self, cache: PromptCacheList, whole: Sequence[int], begun: int, done: int, storing: dict[_Form, _Storing]
+        self, cache: PromptCacheList, whole: Sequence[int], begun: int, done: int, storing: dict[Form, _Storing]
     ) -> None:
         """Store what the piece from ``begun`` to ``done`` has completed; of a form that begins here, everything."""
         form = self._form_of(cache)
@@ -369,19 +336,11 @@ class PromptCache:
         self.stats.saved.add(saved)
         return saved
 
-    def _form_of(self, cache: PromptCacheList) -> _Form | None:
-        """The form that a cache is in; None when there is no daemon side for this model at all."""
-        if not self._forms:
-            return None
-        signature = _signature(cache)
-        for form in self._forms:
-            if form.signature == signature:
-                return form
-        raise caches.UnsupportedCacheError(
-            f"this cache is none of the model's: {_differs(self._forms[0].signature, signature)}"
-        )
+    def _form_of(self, cache: PromptCacheList) -> Form | None:
+        """The form that a cache is in; None when this model's caches can't be kept at all."""
+        return form_of(cache, self._forms) if self._forms else None
 
-    def _kept(self, form: _Form) -> KeptCaches:
+    def _kept(self, form: Form) -> KeptCaches:
         client = self._daemon.client()
         if form.kept is None:
             assert self._identity is not None
@@ -419,19 +378,6 @@ class PromptCache:
                 expected = isinstance(error, OmlxdError | caches.UnsupportedCacheError | OSError)
                 logger.warning("computing without omlxd: %s", error, exc_info=not expected)
             return otherwise(f"{reason}: {error}")
-
-
-def _signature(cache: Sequence[CacheObject]) -> tuple[object, ...]:
-    return tuple(
-        (path, type(cached).__name__, *caches.leaf_of(cached).parameters(cached))
-        for path, cached in caches.leaves(cache)
-    )
-
-
-def _differs(expected: tuple[object, ...], found: tuple[object, ...]) -> str:
-    if len(expected) != len(found):
-        return f"it has {len(found)} members, not {len(expected)}"
-    return next(f"{b} where {a} is expected" for a, b in zip(expected, found, strict=True) if a != b)
 
 
 def _folder(model_path: str | os.PathLike[str]) -> Path:

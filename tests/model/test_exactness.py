@@ -182,6 +182,21 @@ def test_the_second_turn_of_a_conversation(subject: Subject) -> None:
     assert_bits_equal(found, expected)
 
 
+def test_an_answer_that_ends_with_a_block_is_restored_whole(subject: Subject) -> None:
+    kept = subject.kept("whole answer")
+    first = prompt(SIZE * 4 + 3)
+    count = SIZE * 2 - 3
+    stream = stream_generate(subject.model, NumberTokenizer(), first, prompt_cache=kept, max_tokens=count)
+    answer = [response.token for response in stream]
+    second = first + answer + prompt(5, seed=2)
+    found, restored = continued(subject, kept, second)
+    if caches.Group.WINDOW not in kept.spaces(tokens=len(second)):  # a ring has overwritten blocks that it needs
+        assert restored == SIZE * 6
+    computed = cut(pieces(len(first)) + [1] * count, restored)
+    expected, _ = subject.run(second, computed + pieces(len(second))[restored // SIZE :])
+    assert_bits_equal(found, expected)
+
+
 def test_branches_of_a_conversation_do_not_disturb_each_other(subject: Subject) -> None:
     kept = subject.kept("branches")
     trunk = prompt(SIZE * 3)

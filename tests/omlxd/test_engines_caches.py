@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models import cache as mlx_cache
 
-from omlxd.engines import caches
-from omlxd.engines.caches import Group, Schema, UnsupportedCacheError
+from omlxd.engines import caches, cutting
+from omlxd.engines.caches import Group, UnsupportedCacheError
+from omlxd.engines.cutting import Schema
 
 SIZE = 8
 WINDOW = 20
@@ -43,7 +44,7 @@ def prefilled(make: Callable[[], Any], tokens: int) -> list[Any]:
 
 
 def payloads(cache: list[Any], group: Group, blocks: int) -> dict[int, caches.Arrays]:
-    cutter = caches.Cutter(cache, group, SIZE)
+    cutter = cutting.Cutter(cache, group, SIZE)
     found = {index: cutter.payload(index) for index in range(blocks)}
     return {index: payload for index, payload in found.items() if payload is not None}
 
@@ -55,10 +56,10 @@ def kept_while_prefilling(make: Callable[[], Any], blocks: int) -> dict[Group, d
     for index in range(blocks):
         feed(cache[0], index * SIZE, (index + 1) * SIZE)
         for group in (Group.ATTENTION, Group.WINDOW):
-            payload = caches.Cutter(cache, group, SIZE).payload(index)
+            payload = cutting.Cutter(cache, group, SIZE).payload(index)
             assert payload is not None
             kept[group][index] = payload
-        kept[Group.STATE][index] = caches.snapshot(cache)
+        kept[Group.STATE][index] = cutting.snapshot(cache)
     return kept
 
 
@@ -102,7 +103,7 @@ def test_a_restored_cache_reads_as_the_one_it_was_cut_from(name: str, blocks: in
     make = MAKERS[name]
     kept = kept_while_prefilling(make, blocks)
     restored = [make()]
-    caches.fill(restored, blocks * SIZE, SIZE, kept.__getitem__, kept[Group.STATE][blocks - 1])
+    cutting.fill(restored, blocks * SIZE, SIZE, kept.__getitem__, kept[Group.STATE][blocks - 1])
     original = prefilled(make, blocks * SIZE)
     assert caches.position(restored) == caches.position(original)
     assert read(restored[0]) == read(original[0])
@@ -114,7 +115,7 @@ def test_continuing_a_restored_cache_leaves_the_blocks_as_they_were(name: str) -
     kept = kept_while_prefilling(make, 2)
     before = {(g, i): [None if a is None else a.tolist() for a in kept[g][i]] for g in Group for i in kept[g]}
     restored = [make()]
-    caches.fill(restored, 2 * SIZE, SIZE, kept.__getitem__, kept[Group.STATE][1])
+    cutting.fill(restored, 2 * SIZE, SIZE, kept.__getitem__, kept[Group.STATE][1])
     for start in range(2 * SIZE, 6 * SIZE):
         feed(restored[0], start, start + 1)
     mx.eval([leaf.state for _, leaf in caches.leaves(restored)])
@@ -128,12 +129,12 @@ def test_a_restored_cache_shares_no_memory_with_the_blocks(name: str) -> None:
     restored = [MAKERS[name]()]
     for blocks in kept.values():
         mx.eval([a for payload in blocks.values() for a in payload if a is not None])
-    caches.fill(restored, 4 * SIZE, SIZE, kept.__getitem__, kept[Group.STATE][3])
+    cutting.fill(restored, 4 * SIZE, SIZE, kept.__getitem__, kept[Group.STATE][3])
     sources = {address(a) for blocks in kept.values() for p in blocks.values() for a in p if a is not None}
     targets = {
         address(array)
         for _, leaf in caches.leaves(restored)
-        for array in (caches.snapshot([leaf]) or caches.leaf_of(leaf).held(leaf).arrays)
+        for array in (cutting.snapshot([leaf]) or caches.leaf_of(leaf).held(leaf).arrays)
         if array is not None
     }
     assert targets
@@ -229,7 +230,7 @@ def test_layers_without_keys_of_their_own_stay_empty() -> None:
     assert [spec.shape for spec in schema.layouts[Group.ATTENTION].tensors][2:] == [None, None]
     kept = payloads(cache, Group.ATTENTION, 1)
     restored = [mlx_cache.KVCache(), mlx_cache.KVCache()]
-    caches.fill(restored, SIZE, SIZE, lambda group: kept, [])
+    cutting.fill(restored, SIZE, SIZE, lambda group: kept, [])
     assert caches.position(restored) == SIZE
     assert restored[1].empty()
 
