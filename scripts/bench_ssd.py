@@ -1,0 +1,419 @@
+"""The SSD tier against the disk itself: ``scripts/bench ssd [--json] [--quick] [--dir PATH]``.
+
+Ratios; both sides of each are measured in turns in one run. ``--dir`` says which disk (default: the system's
+temporary directory).
+
+restore_vs_pread      a chain of 2 MiB blocks, head to tail, cold page cache, codec raw, four restores at a time as in the
+                      daemon, against `pread` of as many bytes from one file (`restore_one_vs_pread`: one at a time)
+restore_codec_vs_raw  seconds of a raw restore over those with zstd-planes2, of bf16 noise; above 1: compression restores faster
+spill_vs_write        write + fdatasync of the same bytes with the same sync points, over encode + plan + commit
+ram_hit_p99_under_spill_vs_idle
+                      p99 of a RAM hit of a real daemon while another client stores and the daemon spills, over that at rest
+file_over_live        disk used over payload bytes after churn at the limit with sizes of 0.1 to 4 MB; map_full: how often
+                      LMDB had no room meanwhile (must be 0)
+open_200k_s           from nothing to the first block restored, 200,000 records; bytes_per_record: Python memory of each
+written_per_served    bytes written to the SSD over bytes served from it, on the conversation trace, for each write mode
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import tracemalloc
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from random import Random
+
+import numpy as np
+
+from omlxd.storage.blocks import BlockMeta
+from omlxd.storage.ssd import SsdTier
+from scripts.daemon_process import DaemonProcess
+
+MIB = 1 << 20
+BLOCK = 2 * MIB
+GROUP = 16
+"""Blocks a transaction, and between two syncs of the plain file."""
+NAMESPACE = b"b" * 32
+RESTORES_AT_ONCE = 4
+TRACE = Path(__file__).parents[1] / "tests" / "traces" / "mooncake_conversation.jsonl.gz"
+
+Figures = dict[str, object]
+
+
+def seconds(work: Callable[[], object]) -> float:
+    begun = time.perf_counter()
+    work()
+    return time.perf_counter() - begun
+
+
+def key_of(chain: object, position: int) -> bytes:
+    return sha256(f"{chain}/{position}".encode()).digest() + bytes(4)
+
+
+def chain_of(name: object, count: int, nbytes: int) -> list[BlockMeta]:
+    return [
+        BlockMeta(key_of(name, at), NAMESPACE, nbytes, key_of(name, at - 1) if at else None, at) for at in range(count)
+    ]
+
+
+def free_space(path: Path) -> int:
+    return shutil.disk_usage(path).free
+
+
+@contextmanager
+def tier_at(path: Path, limit: int, codec: str = "raw", policy: str = "lru") -> Iterator[SsdTier]:
+    tier = SsdTier.open(
+        path, limit=limit, min_free=0, codec=codec, policy=policy, clock=time.time, free_space=free_space
+    )
+    try:
+        yield tier
+    finally:
+        tier.close()
+
+
+def spill(tier: SsdTier, metas: list[BlockMeta], payload: memoryview) -> None:
+    for start in range(0, len(metas), GROUP):
+        group = metas[start : start + GROUP]
+        plan = tier.plan([tier.encode(meta, payload[: meta.nbytes]) for meta in group])
+        if plan is None:
+            raise RuntimeError(f"nothing of {len(group)} blocks was taken: {dict(tier.counts)}")
+        outcome = tier.commit(plan)
+        tier.applied(plan, outcome)
+        if outcome.reason:
+            raise RuntimeError(outcome.reason)
+
+
+def forget_pages(path: Path) -> None:
+    """Take a file out of the page cache."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)
+
+
+def bf16_noise(nbytes: int) -> memoryview:
+    values = (np.random.default_rng(1).standard_normal(nbytes // 2) * 0.7).astype(np.float32)
+    return memoryview((values.view(np.uint32) >> 16).astype("<u2")).cast("B")
+
+
+# -- speed ----------------------------------------------------------------------------------------
+
+
+def restore(directory: Path, blocks: int, rounds: int) -> Figures:
+    payload = bf16_noise(BLOCK)
+    plain = directory / "plain"
+    plain.write_bytes(payload.tobytes() * blocks)
+    metas = chain_of("restore", blocks, BLOCK)
+    slots = [memoryview(bytearray(BLOCK)) for _ in range(16)]
+    for slot in slots:
+        slot[:] = bytes(BLOCK)
+    limit = (blocks + 64) * BLOCK
+    with (
+        tier_at(directory / "raw", limit) as raw,
+        tier_at(directory / "planes", limit, "zstd-planes") as planes,
+        ThreadPoolExecutor(RESTORES_AT_ONCE) as pool,
+    ):
+        spill(raw, metas, payload)
+        spill(planes, metas, payload)
+
+        def read_plain() -> None:
+            descriptor = os.open(plain, os.O_RDONLY)
+            for at in range(blocks):
+                os.preadv(descriptor, [slots[at % len(slots)]], at * BLOCK)
+            os.close(descriptor)
+
+        def read_one_by_one(tier: SsdTier) -> None:
+            for at, meta in enumerate(metas):
+                tier.read_into(meta.key, slots[at % len(slots)])
+
+        def read_at_once(tier: SsdTier) -> None:
+            done = pool.map(lambda at: tier.read_into(metas[at].key, slots[at % len(slots)]), range(blocks))
+            if sum(done) != blocks * BLOCK:
+                raise RuntimeError("a restore came out short")
+
+        works: dict[str, tuple[Path, Callable[[], None]]] = {
+            "pread": (plain, read_plain),
+            "one": (directory / "raw" / "data.mdb", lambda: read_one_by_one(raw)),
+            "raw": (directory / "raw" / "data.mdb", lambda: read_at_once(raw)),
+            "codec": (directory / "planes" / "data.mdb", lambda: read_at_once(planes)),
+        }
+        taken: dict[str, list[float]] = {name: [] for name in works}
+        for _ in range(rounds):
+            for name, (file, work) in works.items():
+                forget_pages(file)
+                taken[name].append(seconds(work))
+    best = {name: statistics.median(times) for name, times in taken.items()}
+    nbytes = blocks * BLOCK
+    return {
+        "restore_vs_pread": best["pread"] / best["raw"],
+        "restore_one_vs_pread": best["pread"] / best["one"],
+        "restore_codec_vs_raw": best["raw"] / best["codec"],
+        "pread_gb_s": nbytes / best["pread"] / 1e9,
+        "restore_gb_s": nbytes / best["raw"] / 1e9,
+    }
+
+
+def spilling(directory: Path, blocks: int, rounds: int) -> Figures:
+    payload = memoryview(np.random.default_rng(2).bytes(BLOCK))
+    taken: dict[str, list[float]] = {"write": [], "spill": []}
+    with tier_at(directory / "spill", (blocks * (rounds + 1) + 64) * BLOCK) as tier:
+        for turn in range(rounds + 1):
+            metas = chain_of(("spill", turn), blocks, BLOCK)
+            file = directory / f"written{turn}"
+
+            def write(file: Path = file) -> None:
+                descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+                for at in range(blocks):
+                    os.write(descriptor, payload)
+                    if at % GROUP == GROUP - 1:
+                        getattr(os, "fdatasync", os.fsync)(descriptor)
+                os.close(descriptor)
+
+            wrote = seconds(write)
+            spilled = seconds(lambda metas=metas: spill(tier, metas, payload))  # type: ignore[misc]
+            file.unlink()
+            if turn:
+                taken["write"].append(wrote)
+                taken["spill"].append(spilled)
+    median = {name: statistics.median(times) for name, times in taken.items()}
+    return {
+        "spill_vs_write": median["write"] / median["spill"],
+        "spill_gb_s": blocks * BLOCK / median["spill"] / 1e9,
+    }
+
+
+_STORER = """
+import os, sys, omlxd
+cache = omlxd.connect(sys.argv[1])
+space = cache.namespace(model="bench", fingerprint="noise")
+payload = bytearray(os.urandom(2 << 20))
+number = 0
+print("ready", flush=True)
+while True:
+    payload[:8] = number.to_bytes(8, "little")
+    space.store_keys([b"noise%027d" % number], [payload])
+    number += 1
+"""
+
+
+def ram_hits(directory: Path, hits: int, turns: int) -> Figures:
+    """p99 of a RAM hit at rest and while another client stores as fast as it can, in turns."""
+    import omlxd
+
+    settings = {"ram_size": "256MiB", "ssd_size": "1GiB", "ssd_mode": "write_through"}
+    idle: list[float] = []
+    busy: list[float] = []
+    with DaemonProcess(directory / "daemon", **settings) as daemon, omlxd.connect(daemon.socket) as cache:
+        space = cache.namespace(model="bench", fingerprint="hot")
+        hot = [f"hot-{at}".encode().ljust(32, b".") for at in range(4)]
+        space.store_keys(hot, [os.urandom(256 << 10) for _ in hot])
+
+        def hit() -> None:
+            with space.load_keys(hot) as lease:
+                for _ in lease:
+                    pass
+
+        for _ in range(turns):
+            idle += [seconds(hit) for _ in range(hits)]
+            storer = subprocess.Popen(
+                [sys.executable, "-c", _STORER, str(daemon.socket)], env=daemon.environment, stdout=subprocess.PIPE
+            )
+            try:
+                assert storer.stdout is not None
+                storer.stdout.readline()
+                busy += [seconds(hit) for _ in range(hits)]
+            finally:
+                storer.kill()
+                storer.wait()
+    p99 = {name: statistics.quantiles(times, n=100)[98] for name, times in (("idle", idle), ("busy", busy))}
+    return {
+        "ram_hit_p99_under_spill_vs_idle": p99["busy"] / p99["idle"],
+        "ram_hit_p99_idle_us": p99["idle"] * 1e6,
+        "ram_hit_p99_under_spill_us": p99["busy"] * 1e6,
+    }
+
+
+# -- space ----------------------------------------------------------------------------------------
+
+
+def churn(directory: Path, limit: int, times: int) -> Figures:
+    """Blocks of 0.1 to 4 MB at the limit, ``times`` its size."""
+    rng = Random(3)
+    payload = memoryview(np.random.default_rng(4).bytes(4_000_000))
+    latencies: list[float] = []
+    with tier_at(directory / "churn", limit) as tier:
+        pushed = chain = 0
+        while pushed < times * limit:
+            metas: list[BlockMeta] = []
+            size = 0
+            while size < tier.group_bytes:
+                metas.append(chain_of(chain, 1, rng.randrange(100_000, 4_000_000))[0])
+                size += metas[-1].nbytes
+                chain += 1
+            plan = tier.plan([tier.encode(meta, payload[: meta.nbytes]) for meta in metas])
+            if plan is None:
+                raise RuntimeError(f"no plan at the limit: {dict(tier.counts)}")
+            latencies.append(seconds(lambda plan=plan: tier.applied(plan, tier.commit(plan))))  # type: ignore[misc]
+            pushed += size
+        stored = sum(space.stored_bytes for space in tier.namespaces())
+        used, full = tier.used_bytes, tier.counts["map_full"]
+    ordered = sorted(latencies)
+    return {
+        "file_over_live": used / stored,
+        "map_full": full,
+        "commit_p99_over_median": ordered[int(len(ordered) * 0.99)] / statistics.median(ordered),
+    }
+
+
+def opening(directory: Path, records: int) -> Figures:
+    path = directory / "many"
+    payload = memoryview(bytes(512))
+    with tier_at(path, 2 << 30) as tier:
+        for chain in range(records // 400):
+            metas = chain_of(chain, 400, 512)
+            plan = tier.plan([tier.encode(meta, payload) for meta in metas])
+            if plan is None:
+                raise RuntimeError("the store of many records is too small")
+            tier.applied(plan, tier.commit(plan))
+    found: Figures = {"records": records}
+    for policy in ("lru", "arc"):
+        slot = memoryview(bytearray(512))
+        times = []
+        for _ in range(3):
+            begun = time.perf_counter()
+            with tier_at(path, 2 << 30, policy=policy) as tier:
+                tier.read_into(key_of(7, 11), slot)
+                times.append(time.perf_counter() - begun)
+                keys = [key_of(chain, at) for chain in range(records // 400) for at in range(3)][:2048]
+                found["lookup_2048_us"] = min(seconds(lambda: [key in tier for key in keys]) for _ in range(5)) * 1e6  # noqa: B023
+        tracemalloc.start()
+        with tier_at(path, 2 << 30, policy=policy) as tier:
+            tier.observe(tier.probe())
+            memory = tracemalloc.get_traced_memory()[0] / len(tier)
+        tracemalloc.stop()
+        suffix = "" if policy == "lru" else f"_{policy}"
+        found[f"open_200k_s{suffix}"] = statistics.median(times)
+        found[f"bytes_per_record{suffix}"] = memory
+    return found
+
+
+# -- wear -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Wear:
+    """One write mode on a trace: LRU in both tiers, a block being one unit."""
+
+    mode: str
+    ram: int
+    ssd: int
+    written: int = 0
+    served: int = 0
+
+    def __post_init__(self) -> None:
+        self._ram: OrderedDict[int, bool] = OrderedDict()  # block: was asked for again
+        self._ssd: OrderedDict[int, None] = OrderedDict()
+
+    def request(self, blocks: list[int]) -> None:
+        missed = False
+        for block in blocks:
+            if block in self._ram:
+                self._ram[block] = True
+                if self.mode == "second_touch":
+                    self._write(block)
+            elif not missed and block in self._ssd:
+                self.served += 1
+                self._ram[block] = True
+            else:
+                missed = True
+                self._ram[block] = False
+                if self.mode == "write_through":
+                    self._write(block)
+        for block in reversed(blocks):
+            self._ram.move_to_end(block)
+            if block in self._ssd:
+                self._ssd.move_to_end(block)
+        while len(self._ram) > self.ram:
+            block, _ = self._ram.popitem(last=False)
+            if self.mode == "write_back":
+                self._write(block)
+
+    def _write(self, block: int) -> None:
+        if block not in self._ssd:
+            self.written += 1
+            self._ssd[block] = None
+            if len(self._ssd) > self.ssd:
+                self._ssd.popitem(last=False)
+
+
+def wear(trace: Path) -> Figures:
+    """RAM of 2 % and an SSD of 25 % of the distinct blocks, as a machine with 16 and 200 GB would have."""
+    if not trace.exists():
+        return {"written_per_served": None, "written_per_served_note": f"{trace} is not there; give --trace"}
+    requests: list[list[int]] = []
+    with gzip.open(trace, "rt") as lines:
+        next(lines)
+        for line in lines:
+            runs = json.loads(line)[4]
+            requests.append(
+                [block for at in range(0, len(runs), 2) for block in range(runs[at], runs[at] + runs[at + 1])]
+            )
+    distinct = len({block for blocks in requests for block in blocks})
+    found: dict[str, float] = {}
+    for mode in ("write_back", "write_through", "second_touch"):
+        model = Wear(mode, distinct // 50, distinct // 4)
+        for blocks in requests:
+            model.request(blocks)
+        found[mode] = model.written / max(1, model.served)
+    return {"written_per_served": found}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="scripts/bench ssd", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="figures as one JSON object")
+    parser.add_argument("--quick", action="store_true", help="smaller sizes: some ten seconds, rougher figures")
+    parser.add_argument("--dir", type=Path, default=None, help="a folder on the disk to measure")
+    parser.add_argument("--trace", type=Path, default=TRACE, help="mooncake_conversation.jsonl.gz")
+    parser.add_argument("--only", default="", help="some parts, by comma: restore, spill, ram, churn, open, wear")
+    options = parser.parse_args()
+    quick = options.quick
+    parts: dict[str, Callable[[Path], Figures]] = {
+        "restore": lambda path: restore(path, 64 if quick else 256, 3 if quick else 7),
+        "spill": lambda path: spilling(path, 64 if quick else 128, 2 if quick else 5),
+        "ram": lambda path: ram_hits(path, 200 if quick else 1000, 2 if quick else 5),
+        "churn": lambda path: churn(path, (256 if quick else 1024) * MIB, 3 if quick else 5),
+        "open": lambda path: opening(path, 200_000),
+        "wear": lambda _: wear(options.trace),
+    }
+    chosen = [name for name in options.only.split(",") if name] or list(parts)
+    figures: Figures = {}
+    for name in chosen:
+        print(f"measuring {name} ...", file=sys.stderr, flush=True)
+        with tempfile.TemporaryDirectory(prefix="omlxd-bench-", dir=options.dir) as folder:
+            figures |= parts[name](Path(folder))
+    if options.json:
+        print(json.dumps(figures, indent=1))
+        return
+    for name, value in figures.items():
+        print(f"{name:34} {value:.3f}" if isinstance(value, float) else f"{name:34} {value}")
+
+
+if __name__ == "__main__":
+    main()
