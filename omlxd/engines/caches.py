@@ -295,10 +295,15 @@ def state_survives_batches() -> bool:
 
     mlx-lm 0.31 lets the padding into it (measured: logits off by 4), 0.32 does not.
     """
+    return mlx_lm_release() >= (0, 32)
+
+
+def mlx_lm_release() -> tuple[int, int]:
+    """Major and minor number of the mlx-lm that is installed."""
     import mlx_lm
 
     major, minor = mlx_lm.__version__.split(".")[:2]
-    return (int(major), int(minor)) >= (0, 32)
+    return int(major), int(minor)
 
 
 def position(cache: Sequence[CacheObject]) -> int | None:

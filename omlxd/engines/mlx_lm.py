@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from omlxd.engines.caches import PromptCacheList, UnsupportedCacheError
+from omlxd.engines.caches import PromptCacheList, UnsupportedCacheError, mlx_lm_release
 from omlxd.engines.forms import Model
 from omlxd.engines.prompt_cache import PromptCache, Stats
 
@@ -100,7 +100,8 @@ def _kept(
     progress(restored, len(tokens))
     done = kept.prefill(tokens, cache, restored, progress=progress)
     options["prompt_progress_callback"] = lambda more, _: progress(done + more, len(tokens))
-    if options.get("logits_processors"):
+    # mlx-lm shows them the prompt from 0.32 on; before, the last token of it.
+    if options.get("logits_processors") and mlx_lm_release() >= (0, 32):
         prefix = mx.array(tokens[:done])
         options["logits_processors"] = [_with_prefix(p, prefix) for p in options["logits_processors"]]
     answer: list[int] = []

@@ -226,9 +226,16 @@ def test_nothing_is_asked_of_the_daemon_between_tokens(model: Any, folder: Path,
     assert kept.stats.unavailable == 1, "one call: the save at the end"
 
 
-def test_progress_and_logits_processors_see_the_whole_prompt(model: Any, folder: Path, client: omlxd.Cache) -> None:
+def test_progress_and_logits_processors_see_what_mlx_lm_alone_shows_them(model: Any, folder: Path, client: omlxd.Cache) -> None:
     kept = PromptCache(client, model, folder, block_tokens=SIZE, salt="progress")
     tokens = prompt(SIZE * 3 + 4)
+    alone: list[list[int]] = []
+
+    def watching(context: mx.array, logits: mx.array) -> mx.array:
+        alone.append(context.tolist())
+        return logits
+
+    list(mlx_lm.stream_generate(model, NumberTokenizer(), tokens, max_tokens=2, logits_processors=[watching]))
     for expected_first in (0, SIZE * 3):
         seen: list[tuple[int, int]] = []
         shown: list[list[int]] = []
@@ -251,7 +258,7 @@ def test_progress_and_logits_processors_see_the_whole_prompt(model: Any, folder:
                 logits_processors=[processor],
             )
         )
-        assert shown[0] == tokens
+        assert shown == alone
         assert seen[0] == (expected_first, len(tokens))
         assert seen[-1] == (len(tokens), len(tokens))
         assert [done for done, _ in seen] == sorted(done for done, _ in seen)
