@@ -186,7 +186,7 @@ def spilling(directory: Path, blocks: int, rounds: int) -> Figures:
 
             wrote = seconds(write)
             spilled = seconds(lambda metas=metas: spill(tier, metas, payload))  # type: ignore[misc]
-            file.unlink()
+            # The file stays: pages of a deleted one would be used again, and fresh ones cost several times as much.
             if turn:
                 taken["write"].append(wrote)
                 taken["spill"].append(spilled)

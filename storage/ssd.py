@@ -419,7 +419,10 @@ class SsdTier:
     # -- loop and writer: the disk's health ---------------------------------------------------------
 
     def probe(self) -> Health:
-        """Writer. Look at the disk; opens a store again that had vanished or was read-only, where that is possible."""
+        """Writer. Look at the disk; opens a store again that had vanished or was read-only, where that is possible.
+
+        With durability ``interval`` this is what makes commits durable: call it as often as that is to happen.
+        """
         if self._lock is not None:
             self._lock.is_well()
         policy = self._ledger.policy

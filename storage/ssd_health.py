@@ -43,6 +43,8 @@ def look(
         if state != "ok":
             with WriteTransaction(environment) as txn:  # does it take a write again?
                 txn.put(environment.meta, b"tick", b"")
+        if environment.durability == "interval":
+            environment.sync()
         lay_ballast(path, ballast_bytes(limit))
         return Health(
             "ok",
