@@ -11,7 +11,17 @@ from pathlib import Path
 import pytest
 
 from omlxd.storage.ssd import SsdTier
-from tests.storage.ssd_store import assert_exact, chain_of, disk_usage, do_chores, key_of, open_tier, read_all, restore, spill
+from tests.storage.ssd_store import (
+    assert_exact,
+    chain_of,
+    disk_usage,
+    do_chores,
+    key_of,
+    open_tier,
+    read_all,
+    restore,
+    spill,
+)
 
 MIB = 1 << 20
 
@@ -149,7 +159,9 @@ def test_a_volume_that_vanishes_is_said_to_be_gone_and_taken_up_again(tmp_path: 
         unmount(point)
 
 
-def test_a_mount_point_with_a_folder_of_the_same_name_is_not_mistaken_for_the_volume(tmp_path: Path, volume: Path) -> None:
+def test_a_mount_point_with_a_folder_of_the_same_name_is_not_mistaken_for_the_volume(
+    tmp_path: Path, volume: Path
+) -> None:
     point = tmp_path / "point"
     (point / "store").mkdir(parents=True)
     mount("--bind", str(volume), str(point))
