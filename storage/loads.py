@@ -121,7 +121,7 @@ class Load:
         self.starved = False
         while not self.finished and self._asked < self._limit and len(self._under_way) < self._window:
             index = self._asked
-            if index < len(self.blocks) or index in self._early:
+            if index < len(self.blocks) or index in self._early or index in self._under_way:
                 self._asked += 1
                 continue
             ready = self._source.take_ready(self, self.keys[index : index + 1])
@@ -161,6 +161,7 @@ class Load:
 
     def give_up_tail(self, index: int) -> bool:
         """Let go of blocks behind ``index`` that were taken early, so that what comes before them gets room. Were there any?"""
+        self._asked = min(self._asked, index + 1)  # they are to be had again
         return self._drop_early(index + 1)
 
     def end(self, reason: str) -> None:
