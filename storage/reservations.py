@@ -96,11 +96,10 @@ class Reservations:
                 break
             left = deadline - self._clock()
             if left <= 0 or not self._can_wait():
-                if self.spiller is not None and held:
-                    # Blocks of this very chain are in the way. On the SSD they can be had again, so they may leave for their tail.
-                    self._ram.note_access(held, ctx)
-                    held = []
-                wanted, blocks = self._some_slots(owner, wanted, held, ctx, offer)
+                self._ram.note_access(held, ctx)
+                # Blocks of this very chain may be in the way. On the SSD they can be had again, so they may leave for their tail.
+                protected = held if self.spiller is None else []
+                wanted, blocks = self._some_slots(owner, wanted, protected, ctx, offer)
                 break
             if self.spiller is not None:
                 self.spiller.press()
