@@ -39,6 +39,14 @@ def on_ssd(cache: omlxd.Cache, seed: int, blocks: int = BLOCKS) -> tuple[omlxd.S
     return space, keys
 
 
+def until_it_waits(cache: omlxd.Cache) -> None:
+    """Until a load has reached the daemon."""
+    deadline = time.monotonic() + 20
+    while not cache.call("leases")["leases"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
 def count(cache: omlxd.Cache, what: str) -> int:
     return int(cache.stats()["counts"].get(what, 0))
 
@@ -164,6 +172,7 @@ def test_a_load_waits_for_a_block_that_another_engine_is_storing(cache: omlxd.Ca
         found: list[int] = []
         waiting = threading.Thread(target=lambda: found.append(len(space.load_keys(keys, timeout=30.0).wait())))
         waiting.start()
+        until_it_waits(cache)
         writer.call("complete_store", reservations=[slot[1] for slot in prepared["slots"]])
         waiting.join(40)
         assert found == [3]
@@ -179,6 +188,7 @@ def test_a_load_ends_when_the_writer_it_waits_for_vanishes(cache: omlxd.Cache, d
     found: list[str | None] = []
     waiting = threading.Thread(target=lambda: found.append(space.load_keys(keys, timeout=60.0).wait().stopped))
     waiting.start()
+    until_it_waits(cache)
     writer.close()
     waiting.join(40)
     assert found == ["store_failed"]
