@@ -26,6 +26,9 @@ from omlxd.protocol import MIN_VERSION, VERSION, Answer, ClientSide, Message, Pr
 CALL_SECONDS = 5.0
 """How long a client waits for an answer that needs no work of the daemon before it takes it for dead."""
 
+FRESH_SECONDS = 0.02
+"""A daemon that has said something so lately is taken to be there: none ends and starts again that fast."""
+
 
 class Call:
     """An open request: the frames of its answer that have come and were not taken yet."""
@@ -133,8 +136,8 @@ class Link:
         return self._dead
 
     def check_alive(self) -> bool:
-        """False when the daemon has closed it meanwhile. Costs one system call, reads what is there."""
-        if self._dead is None:
+        """False when the daemon has closed it meanwhile. Costs one system call, reads what is there; nothing right after an answer."""
+        if self._dead is None and time.monotonic() - self._heard > FRESH_SECONDS:
             self._look()
         return self._dead is None
 

@@ -35,6 +35,7 @@ MAX_FRAME_BYTES = 64 << 20
 KEY_BYTES = 36
 
 _HEADER = struct.Struct("<I")
+_TEXT = {str}
 
 Message = dict[str, Any]
 
@@ -105,6 +106,9 @@ class FrameReader:
             ProtocolError: a length over the limit, a body that is no msgpack map, or a map with other than text keys.
         """
         buffer = self._buffer
+        if not buffer and len(data) >= 4 and _HEADER.unpack_from(data)[0] == len(data) - 4 <= self._max_frame:
+            yield _decode(data[4:])  # one whole frame, as it nearly always is: no copy
+            return
         buffer += data
         start = 0
         try:
@@ -125,12 +129,12 @@ class FrameReader:
             del buffer[:start]
 
 
-def _decode(body: bytes) -> Message:
+def _decode(body: bytes | memoryview) -> Message:
     try:
         message = msgpack.unpackb(body, raw=False, strict_map_key=True)
     except Exception as error:  # msgpack raises a dozen unrelated types, ValueError to RecursionError
         raise ProtocolError(Code.BAD_FRAME, f"frame of {len(body)} bytes is no msgpack: {error}") from None
-    if not isinstance(message, dict) or not all(type(name) is str for name in message):
+    if not isinstance(message, dict) or set(map(type, message)) - _TEXT:
         raise ProtocolError(Code.BAD_FRAME, f"frame holds a {type(message).__name__}, not a map with text keys")
     return message
 
