@@ -7,48 +7,11 @@ asyncio's streams can't send descriptors, so the daemon and the asyncio client u
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
-from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 
-READ_BYTES = 256 << 10
-MAX_FDS = 64
-_FD_SPACE = socket.CMSG_SPACE(MAX_FDS * array("i").itemsize)
-
-
-def receive_into(sock: socket.socket, buffer: bytearray) -> tuple[int, list[int]]:
-    """Fill ``buffer`` with what is there to be read: how many bytes (0: the peer has closed), and which descriptors.
-
-    Descriptors come close-on-exec. Raises OSError, also when the peer sent more than ``MAX_FDS`` at once.
-    """
-    flags = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
-    count, ancillary, msg_flags, _ = sock.recvmsg_into([buffer], _FD_SPACE, flags)
-    if not ancillary:
-        return count, []
-    fds = array("i")
-    for level, kind, payload in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
-    received = list(fds)
-    if not flags:
-        for fd in received:
-            os.set_inheritable(fd, False)
-    if msg_flags & socket.MSG_CTRUNC:
-        for fd in received:
-            os.close(fd)
-        raise OSError(
-            f"descriptors were lost: the peer sent more than {MAX_FDS} at once, or this process has none left"
-        )
-    return count, received
-
-
-def send_with_fds(sock: socket.socket, data: bytes | memoryview, fds: Sequence[int]) -> int:
-    """Send some of ``data`` with ``fds`` attached to its first byte; how many bytes went."""
-    if not fds:
-        return sock.send(data)
-    return sock.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))])
+from omlxd.descriptors import READ_BYTES, close_all, receive_into, send_with_fds
 
 
 class Connection:
@@ -115,7 +78,7 @@ class Connection:
     def send(self, data: bytes, fds: Sequence[int] = ()) -> None:
         """Send a frame, now or as soon as the peer takes it. Takes ``fds`` over: they are closed here once they are sent."""
         if self.closed or self._closing:
-            _close_all(fds)
+            close_all(fds)
             return
         view = memoryview(data)
         attached = tuple(fds)
@@ -125,12 +88,12 @@ class Connection:
             except (BlockingIOError, InterruptedError):
                 sent = 0
             except OSError as error:
-                _close_all(attached)
+                close_all(attached)
                 self.hung_up = isinstance(error, ConnectionError)
                 self.close(f"send failed: {error}")
                 return
             if sent:
-                _close_all(attached)
+                close_all(attached)
                 view, attached = view[sent:], ()
                 if not view:
                     return
@@ -160,7 +123,7 @@ class Connection:
         if self._queue:
             self._loop.remove_writer(self._fd)
         for _, fds in self._queue:
-            _close_all(fds)
+            close_all(fds)
         self._queue.clear()
         self._queued = 0
         self._sock.close()
@@ -193,7 +156,7 @@ class Connection:
                 self.close(f"send failed: {error}")
                 return
             self._queued -= sent
-            _close_all(fds)
+            close_all(fds)
             if sent < len(view):
                 self._queue[0] = (view[sent:], ())
                 return
@@ -201,8 +164,3 @@ class Connection:
         self._loop.remove_writer(self._fd)
         if self._closing:
             self.close("finished")
-
-
-def _close_all(fds: Sequence[int]) -> None:
-    for fd in fds:
-        os.close(fd)

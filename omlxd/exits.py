@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import select
 import sys
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop  # engines import this module, and pay for no event loop
 
 
 class _Closable(Protocol):
@@ -55,9 +57,8 @@ class ProcessWatch:
                 self.close()
         return self._gone
 
-    def call_when_ended(self, callback: Callable[[], None], timeout: float) -> None:
-        """Call back on the running loop when it has ended, unless that takes longer than ``timeout`` seconds. Then closes."""
-        loop = asyncio.get_running_loop()
+    def call_when_ended(self, loop: AbstractEventLoop, callback: Callable[[], None], timeout: float) -> None:
+        """Call back on ``loop`` when it has ended, unless that takes longer than ``timeout`` seconds. Then closes."""
         if self._gone:
             loop.call_soon(callback)
             return

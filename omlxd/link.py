@@ -17,7 +17,7 @@ from collections import deque
 from functools import cache
 from typing import NoReturn
 
-from omlxd.connection import READ_BYTES, receive_into
+from omlxd.descriptors import READ_BYTES, receive_into
 from omlxd.errors import Refused, Unavailable
 from omlxd.holding import Holding
 from omlxd.operations import Limits, undo

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import plistlib
 import stat
 import sys
 from collections.abc import Callable, Mapping
@@ -151,5 +150,7 @@ def exclude_from_time_machine(
     """Set the attribute that Time Machine reads (what ``tmutil addexclusion`` sets). True where it was set."""
     if platform != "darwin":
         return False
+    import plistlib
+
     value = plistlib.dumps("com.apple.backupd", fmt=plistlib.FMT_BINARY)
     return setxattr(os.fsencode(path), _BACKUP_ATTRIBUTE, value) == 0

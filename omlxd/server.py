@@ -168,7 +168,7 @@ class Server:
         if give_back is None:
             process.close()
         else:
-            process.call_when_ended(give_back, self.store.settings.seize_seconds)
+            process.call_when_ended(asyncio.get_running_loop(), give_back, self.store.settings.seize_seconds)
 
     def _accept(self, listening: socket.socket) -> None:
         for _ in range(16):

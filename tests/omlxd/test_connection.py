@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from omlxd.connection import MAX_FDS, Connection, receive_into
+from omlxd.connection import Connection
+from omlxd.descriptors import MAX_FDS, receive_into
 
 
 class End:
