@@ -79,3 +79,12 @@ def test_import_omlxd_alone_pulls_in_nothing_heavy() -> None:
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_the_blocking_client_pulls_in_no_event_loop_and_no_mlx() -> None:
+    heavy = ("asyncio", "ssl", "mlx", "plistlib", "psutil", "platformdirs", "rich", "click")
+    script = f"import sys, omlxd; omlxd.connect\nprint([n for n in sys.modules if n.split('.')[0] in {heavy!r}])\n"
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
