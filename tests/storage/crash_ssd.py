@@ -6,6 +6,7 @@ open, its accounting must equal a recount, every visible record must verify, and
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -13,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from omlxd.storage.ssd import SsdTier
+from omlxd.storage.ssd import SsdError, SsdTier
 from tests.storage.ssd_store import NAMESPACE, OTHER, assert_exact, chain_of, key_of, open_tier, payload_of
 
 MIB = 1 << 20
@@ -54,12 +55,21 @@ class Worker:
                 tier.clear(namespace)
             elif what < 0.92:
                 tier.limit = rng.choice(LIMITS)
+            elif what < 0.93:
+                tier.collect()
             elif what < 0.95:
+                self.compact(tier)
+            elif what < 0.97:
                 tier.close(clean=rng.random() < 0.7)
                 tier = open_tier(self.path, limit=LIMITS[1], policy=policy)
             else:
                 tier.observe(tier.probe())
             self.carry_out(tier, step)
+
+    def compact(self, tier: SsdTier) -> None:
+        with contextlib.suppress(SsdError):  # no room for both files: then it changes nothing
+            tier.rewrite()
+        tier.observe(tier.probe())
 
     def put(self, tier: SsdTier) -> None:
         rng = self.rng
