@@ -136,7 +136,7 @@ class Link:
         return self._dead
 
     def check_alive(self) -> bool:
-        """False when the daemon has closed it meanwhile. Costs one system call, reads what is there; nothing right after an answer."""
+        """False when the daemon has closed it meanwhile. Costs a system call, but not right after an answer."""
         if self._dead is None and time.monotonic() - self._heard > FRESH_SECONDS:
             self._look()
         return self._dead is None

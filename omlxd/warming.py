@@ -6,6 +6,7 @@ for whole runs, without the GIL, keeps ahead of whoever copies.
 
 from __future__ import annotations
 
+import _thread
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -72,7 +73,7 @@ class Warmer:
             if self._running or not queue:
                 return
             self._running = True
-        threading.Thread(target=self._run, name="omlxd-warm", daemon=True).start()
+        _thread.start_new_thread(self._run, ())  # threading.Thread would wait until it runs
 
     def _run(self) -> None:
         while (run := self._next()) is not None:
