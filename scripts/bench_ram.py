@@ -170,7 +170,7 @@ def attaching(cache: omlxd.Cache, rounds: int) -> Figures:
             assert len(held) == len(keys)
 
         with space.load_keys(keys) as lease:  # so that all of it is present in this process
-            assert sum(int(np.frombuffer(block.view, np.uint8)[:: 4096].sum()) for block in lease)
+            assert sum(int(np.frombuffer(block.view, np.uint8)[::4096].sum()) for block in lease)
         works[name] = attach
     took = in_turns(4 * rounds, **works)
     small, large = took["64KiB"] / BLOCKS, took["16MiB"] / BLOCKS
