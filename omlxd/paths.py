@@ -90,6 +90,13 @@ def store_path() -> Path:
     return Path(platformdirs.user_cache_dir(APP, appauthor=False)) / "store"
 
 
+def state_path() -> Path:
+    """Where the daemon remembers what is neither configuration nor cache."""
+    import platformdirs
+
+    return Path(platformdirs.user_state_dir(APP, appauthor=False))
+
+
 def log_path() -> Path:
     """Where the service's output goes on macOS."""
     import platformdirs

@@ -12,6 +12,9 @@ from fractions import Fraction
 MAX_BYTES = (1 << 63) - 1
 """The largest size: what a signed 64-bit file offset can hold."""
 
+MIN_SSD_BYTES = 4 << 20
+"""The smallest limit of an SSD tier: below it LMDB's own pages would leave no room for blocks."""
+
 _DECIMAL = {prefix: 1000**power for power, prefix in enumerate(["", "k", "m", "g", "t", "p", "e"])}
 _BINARY = {prefix: 1024**power for power, prefix in enumerate(["", "k", "m", "g", "t", "p", "e"])}
 _UNITS = {

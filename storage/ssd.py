@@ -36,6 +36,7 @@ from omlxd.storage.blocks import BlockMeta
 from omlxd.storage.codec import encode
 from omlxd.storage.codec_choice import AUTO, CodecChoice
 from omlxd.storage.environment import DURABILITIES, Durability, Environment
+from omlxd.storage.sizes import MIN_SSD_BYTES
 from omlxd.storage.ssd_archive import ArchiveBroken, ArchivedNamespace, export_blocks
 from omlxd.storage.ssd_commit import carry_out, read_quarantine
 from omlxd.storage.ssd_errors import Damaged, Departed, DiskTrouble, Missing, SsdError, SsdLocked
@@ -71,7 +72,7 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-MIN_LIMIT = 4 << 20
+MIN_LIMIT = MIN_SSD_BYTES
 """The smallest limit in bytes that makes a store; to have none, give no tier at all."""
 MEAN_BLOCK_BYTES = 1 << 20
 """What a block is taken to have until there are some: policies want a capacity in blocks."""
@@ -389,6 +390,11 @@ class SsdTier:
         """Loop. What the store's directory takes on the disk, all files together, as ``du`` counts it."""
         return self._ledger.room.allocated_bytes + self._ledger.room.other_bytes
 
+    @property
+    def over_limit_bytes(self) -> int:
+        """Loop. What has to leave for the limit as it is; 0 when nothing has to."""
+        return self._ledger.room.over_pages * self._ledger.room.page_bytes
+
     def stats(self) -> dict[str, object]:
         """Loop. Numbers for ``status`` and metrics; sizes in bytes."""
         index, room = self._ledger.index, self._ledger.room
@@ -407,7 +413,7 @@ class SsdTier:
             "live_bytes": room.pages.live * page_bytes,
             "free_page_bytes": (room.pages.total - room.pages.live) * page_bytes,
             "other_bytes": room.other_bytes,
-            "over_limit_bytes": room.over_pages * page_bytes,
+            "over_limit_bytes": self.over_limit_bytes,
             "pinned_bytes": index.pinned_pages * page_bytes,
             "waiting_for_parent": sum(len(children) for children in index.waiting.values()),
             "read_bytes_per_second": self._reader.rate,
