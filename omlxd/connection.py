@@ -130,6 +130,14 @@ class Connection:
         self._on_close(reason)
 
     def _readable(self) -> None:
+        self._take_in()
+        if not self.closed and self._reading and self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            # The peer has gone and left answers unread. libuv stops watching a socket in that state after calling once,
+            # so nobody would come back for what is left of its data, nor for its end.
+            while not self.closed and self._reading:
+                self._take_in()
+
+    def _take_in(self) -> None:
         try:
             count, fds = receive_into(self._sock, self._buffer)
         except (BlockingIOError, InterruptedError):

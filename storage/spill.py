@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from omlxd.storage.ssd_errors import SsdError
+
 if TYPE_CHECKING:
     from omlxd.storage.ram import RamBlock, RamTier
     from omlxd.storage.ssd import SsdTier
@@ -125,6 +127,11 @@ class Spiller:
         self.dirty_bytes += block.meta.nbytes
         self._wake.set()
 
+    def catch_up(self, block: RamBlock) -> None:
+        """``block`` was stored while there was no SSD tier: it is written as fast as ``max_dirty_bytes`` allows."""
+        if self.settings.mode is not WriteMode.SECOND_TOUCH:
+            self._park(block)
+
     def touch(self, keys: Iterable[bytes]) -> None:
         """``keys`` were used, head to tail: their heads are now the youngest."""
         dirty = self._dirty
@@ -183,6 +190,23 @@ class Spiller:
             await self._task
             self._task = None
 
+    async def take_in(self, encoded: Sequence[EncodedBlock]) -> int:
+        """Store blocks that come from elsewhere than RAM (an archive); how many were stored.
+
+        Raises ``SsdError`` when the disk does not take them.
+        """
+        outcome = await self._transact(encoded)
+        if outcome is not None and outcome.reason:
+            raise SsdError(f"the SSD takes no more blocks: {outcome.reason}")
+        return sum(block.key in self._ssd for block in encoded)
+
+    async def rewrite(self) -> int:
+        """Copy the store's file without its free pages; the bytes that this saved. Raises ``SsdError``."""
+        async with self._transaction:
+            saved = await asyncio.get_running_loop().run_in_executor(self._writer, self._ssd.rewrite)
+        await self.look_after_disk()
+        return saved
+
     async def commit_pending(self) -> None:
         """Carry out what the SSD tier has to do besides storing: discarded records leave the disk."""
         while self._ssd.has_chores:
@@ -236,10 +260,7 @@ class Spiller:
     def _due(self) -> list[RamBlock]:
         """The next group to write, coldest first; empty when nothing has to be written now."""
         if self._parked and self._ssd.writable:
-            parked, self._parked = self._parked, {}
-            for key, block in parked.items():
-                if self._ram.blocks.get(key) is block:
-                    self.add(block, asked_again=True)
+            self._unpark()
         settings = self.settings
         group_bytes = min(settings.group_bytes, max(1, self._ssd.group_bytes))
         everything = bool(self._draining) or settings.mode is WriteMode.WRITE_THROUGH
@@ -258,6 +279,15 @@ class Spiller:
             if size >= group_bytes or len(group) >= settings.group_blocks:
                 break
         return group
+
+    def _unpark(self) -> None:
+        """Have parked blocks written, no more at once than may be dirty: dirty ones can't leave RAM."""
+        for key, block in list(self._parked.items()):
+            if not self.takes(block.meta.nbytes):
+                return
+            del self._parked[key]
+            if self._ram.blocks.get(key) is block:
+                self.add(block, asked_again=True)
 
     async def _spill(self, group: list[RamBlock]) -> None:
         loop = asyncio.get_running_loop()
@@ -285,7 +315,13 @@ class Spiller:
         self._settle(group, park=not ssd.writable or (outcome is not None and bool(outcome.reason)))
 
     async def _transact(self, encoded: Sequence[EncodedBlock]) -> CommitOutcome | None:
-        """One plan, committed and booked; None when there was nothing to do."""
+        """One plan, committed and booked; None when there was nothing to do.
+
+        Whoever waits for it may be cancelled (a client that goes): what was planned is booked all the same.
+        """
+        return await asyncio.shield(asyncio.ensure_future(self._plan_and_commit(encoded)))
+
+    async def _plan_and_commit(self, encoded: Sequence[EncodedBlock]) -> CommitOutcome | None:
         async with self._transaction:
             plan = self._ssd.plan(encoded)
             if plan is None:
