@@ -69,9 +69,11 @@ class LRUCachePolicy(CachePolicy):
         if key in self._chunks:
             self._leave_place(key)
         self._chunks[key] = chunk
-        if req_context is not None and key in req_context.positions and self in req_context.scratch:
-            self._join(self._group(req_context), (key,), req_context.positions)
-            return
+        if req_context is not None and key in req_context.positions:
+            group = self._group_of(req_context)
+            if group is not None:
+                self._join(group, (key,), req_context.positions)
+                return
         self._rank[key] = rank = next(self._next_rank)
         self._log_keys.append(key)
         self._log_ranks.append(rank)
@@ -104,18 +106,20 @@ class LRUCachePolicy(CachePolicy):
         Among them the larger position leaves first, so that an unfinished prefix loses its tail. A key
         without a position counts as lying behind the keys that the request has seen before.
         """
-        group = self._group(ctx)
+        group = self._group_of(ctx) or self._new_group(ctx)
         ranks, rank = self._rank, group.rank
         self._join(group, [key for key in keys if ranks.get(key, rank) < rank], ctx.positions)
 
-    def _group(self, ctx: RequestContext) -> _Group:
+    def _group_of(self, ctx: RequestContext) -> _Group | None:
         group = ctx.scratch.get(self)
-        if not isinstance(group, _Group) or group.epoch is not self._epoch:
-            ctx.scratch[self] = group = _Group(next(self._next_rank), self._epoch)
-            self._groups[group.rank] = group
-            self._log_keys.append(_GROUP)
-            self._log_ranks.append(group.rank)
-            self._tidy()
+        return group if isinstance(group, _Group) and group.epoch is self._epoch else None
+
+    def _new_group(self, ctx: RequestContext) -> _Group:
+        ctx.scratch[self] = group = _Group(next(self._next_rank), self._epoch)
+        self._groups[group.rank] = group
+        self._log_keys.append(_GROUP)
+        self._log_ranks.append(group.rank)
+        self._tidy()
         return group
 
     def _join(self, group: _Group, keys: Sequence[bytes], positions: Mapping[bytes, int]) -> None:

@@ -220,10 +220,13 @@ class TestRunningRequest:
         ctx = with_positions(K[:3])
         policy.on_request_access(K[:2], ctx)
         policy.clear()
-        policy.insert(K[5], ready(5))
+        policy.insert(K[5], ready(5), ctx)
         policy.insert(K[0], ready(0), ctx)
         policy.insert(K[1], ready(1), ctx)
-        assert victims(policy, 3) == [5, 1, 0]
+        assert victims(policy, 1) == [5]
+        policy.on_request_access([K[0], K[2]], ctx)
+        policy.insert(K[2], ready(2), ctx)
+        assert victims(policy, 3) == [1, 2, 0]
 
 
 def test_a_key_that_is_inserted_again_has_the_new_chunk_at_the_next_rank() -> None:
