@@ -16,7 +16,7 @@ from omlxd.policy import ChunkStatus, RequestContext
 LONG = os.environ.get("OMLXD_LONG") == "1"
 LONG_STEPS = 200_000
 MACHINE = settings(
-    max_examples=1_500 if LONG else 60,
+    max_examples=1_010 if LONG else 60,
     stateful_step_count=200 if LONG else 50,
     deadline=None,
     suppress_health_check=list(HealthCheck),
