@@ -18,7 +18,10 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from omlxd.paths import MAX_SOCKET_BYTES, PathError, check_socket_path, store_path
 from omlxd.policy.registry import get_policy
-from omlxd.storage.sizes import parse_size
+from omlxd.storage.durations import parse_duration
+from omlxd.storage.remote_url import parse_url
+from omlxd.storage.remote_writer import Admission
+from omlxd.storage.sizes import MIN_SSD_BYTES, format_size, parse_size
 
 EXIT_CONFIG = 78
 """Exit code for a configuration that cannot be used (EX_CONFIG of sysexits.h); service managers do not retry it."""
@@ -27,13 +30,15 @@ GIB = 1 << 30
 _ANY = 1 << 62  # a total that makes every percentage valid: only the form is checked when loading
 
 
-def _size(*, auto: bool = False, percent: bool = False, zero: bool = True) -> Callable[[object], str]:
+def _size(*, auto: bool = False, percent: bool = False, zero: bool = True, least: int = 0) -> Callable[[object], str]:
     def check(value: object) -> str:
         if isinstance(value, bool) or not isinstance(value, int | str):
             raise ValueError(f"{value!r} is neither a whole number nor text")
         nbytes = parse_size(value, total=_ANY if percent else None, auto=1 if auto else None)
         if nbytes == 0 and not zero:
             raise ValueError(f"size {value!r}: this cannot be 0")
+        if 0 < nbytes < least and str(value).strip().lower() != "auto":
+            raise ValueError(f"size {value!r}: {format_size(least)} are the least, or 0 to switch it off")
         return str(value).strip()
 
     return check
@@ -50,6 +55,17 @@ def _socket(value: str) -> str:
             check_socket_path(Path(value).expanduser())
         except PathError as error:
             raise ValueError(str(error)) from None
+    return value
+
+
+def _group(value: str) -> str:
+    if value:
+        import grp
+
+        try:
+            grp.getgrnam(value)
+        except KeyError:
+            raise ValueError('there is no such group on this system; "" is for you alone') from None
     return value
 
 
@@ -71,6 +87,7 @@ def _listen(value: str) -> str:
 
 
 Size = Annotated[str, BeforeValidator(_size(auto=True, percent=True))]
+SsdSize = Annotated[str, BeforeValidator(_size(auto=True, percent=True, least=MIN_SSD_BYTES))]
 Bytes = Annotated[str, BeforeValidator(_size(zero=False))]
 Share = Annotated[str, BeforeValidator(_size(percent=True, zero=False))]
 Dirty = Annotated[str, BeforeValidator(_size(auto=True, percent=True, zero=False))]
@@ -90,7 +107,9 @@ class Daemon(Section):
     socket: Annotated[str, AfterValidator(_socket)] = Field(
         default="", description=f'path of the socket, at most {MAX_SOCKET_BYTES} bytes; "" is the default path'
     )
-    group: str = Field(default="", description='a group whose members may connect too; "": only you')
+    group: Annotated[str, AfterValidator(_group)] = Field(
+        default="", description='a group whose members may connect too; "": only you'
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="what is logged")
     log_format: Literal["text", "json"] = Field(default="text", description="how a line of the log looks")
 
@@ -109,7 +128,7 @@ class Ssd(Section):
     path: Annotated[str, AfterValidator(_folder)] = Field(
         default_factory=lambda: str(store_path()), description="folder of the store"
     )
-    size: Size = Field(
+    size: SsdSize = Field(
         default="auto", description='bytes, "200GiB", "20%" of the volume, "auto", or 0 to switch it off'
     )
     min_free: Annotated[str, BeforeValidator(_size(percent=True))] = Field(
@@ -128,6 +147,49 @@ class Ssd(Section):
         default="auto", description="the most that a crash may lose: bytes in RAM that are not yet on the SSD"
     )
     any_filesystem: bool = Field(default=False, description="allow a network or FUSE file system (stalls, lost locks)")
+
+
+def _remote_url(value: str) -> str:
+    if value:
+        parse_url(value)
+    return value
+
+
+def _remote_admission(value: str) -> str:
+    Admission.parse(value)
+    return value
+
+
+def _duration(value: str) -> str:
+    parse_duration(value)
+    return value
+
+
+Duration = Annotated[str, AfterValidator(_duration)]
+
+
+class Remote(Section):
+    """A tier that is shared with other machines: a Valkey server or cluster (docs/remote.md)."""
+
+    url: Annotated[str, AfterValidator(_remote_url)] = Field(
+        default="",
+        description='"valkey://user:password@host:6379", "valkeys://" for TLS, "valkey+cluster://"; "" is off',
+    )
+    key_file: str = Field(default="", description="file with a pre-shared key: what is sent is sealed with it")
+    ca_file: str = Field(default="", description="with TLS: who may have issued the server's certificate")
+    ttl: Duration = Field(default="7d", description="how long a block is kept on the server after its last use")
+    admission: Annotated[str, AfterValidator(_remote_admission)] = Field(
+        default="everything",
+        description='what is sent: "everything", "second_touch", or "prefix:8192" tokens of a chain',
+    )
+    max_rate: Annotated[str, BeforeValidator(_size())] = Field(
+        default="0", description='bytes a second that are sent at most, "50MB"; 0 is no bound'
+    )
+    deadline: Duration = Field(default="50ms", description="the longest that a lookup waits for the server")
+    keep: bool = Field(default=True, description="what is fetched goes to this machine's SSD too")
+    tier: str = Field(
+        default="omlxd.storage.remote:RemoteTier", description="the class that does it, module:Class: ours or another"
+    )
 
 
 class Metrics(Section):
@@ -150,6 +212,9 @@ class NamespaceRules(Section):
 
     max_share: Share = Field(default="100%", description="the most of a tier that this model may fill")
     codec: Codec | None = Field(default=None, description="how its blocks are stored; default: as [ssd] says")
+    remote_ttl: Duration | None = Field(
+        default=None, description="how long others have its blocks; default: [remote] ttl"
+    )
 
 
 class Config(Section):
@@ -158,6 +223,7 @@ class Config(Section):
     daemon: Daemon = Daemon()
     ram: Ram = Field(default_factory=Ram)
     ssd: Ssd = Field(default_factory=Ssd)
+    remote: Remote = Remote()
     metrics: Metrics = Metrics()
     models: Models = Models()
     namespace: dict[str, NamespaceRules] = Field(default_factory=dict)
@@ -427,9 +493,13 @@ def example() -> str:
             lines += [f"# {key}: {field.description}", f"# {key} = {_toml(defaults[key])}"]
     lines += ["", f"# {NamespaceRules.__doc__}", '# [namespace."org/name"]']
     for key, field in NamespaceRules.model_fields.items():
-        shown = field.get_default() if field.get_default() is not None else "zstd-planes"
+        shown = field.get_default() if field.get_default() is not None else _RULE_EXAMPLES[key]
         lines += [f"# {key}: {field.description}", f"# {key} = {_toml(shown)}"]
     return "\n".join(lines) + "\n"
+
+
+_RULE_EXAMPLES = {"codec": "zstd-planes", "remote_ttl": "30d"}
+"""For settings without a default of their own."""
 
 
 def _toml(value: object) -> str:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from omlxd.config import Config, ConfigError, load_config
 from omlxd.logs import set_level, start_logging
+from omlxd.storage.durations import parse_duration
 from omlxd.watching import Watcher, file_signature
 
 if TYPE_CHECKING:
@@ -135,6 +136,14 @@ def _shares(live: Live, config: Config) -> None:
     live.server.reporter.about.codec = config.ssd.codec
 
 
+def _remote(live: Live, config: Config) -> None:
+    for tier in live.server.store.outer.tiers:
+        try:
+            tier.configure(config.remote.model_dump())
+        except ValueError as error:
+            raise Refusal(str(error)) from None
+
+
 def _log(live: Live, config: Config) -> None:
     if config.daemon.log_format != live.config.daemon.log_format:
         start_logging(config.daemon.log_level, config.daemon.log_format)
@@ -156,6 +165,9 @@ def apply_rules(server: Server, config: Config, info: NamespaceInfo) -> None:
     if ssd is not None:
         ssd.set_share(info.id, config.share_bytes(info.model, ssd.limit))
         ssd.set_codec(info.id, config.rules(info.model).codec or config.ssd.codec)
+    ttl = config.rules(info.model).remote_ttl
+    for tier in server.store.outer.tiers:
+        tier.set_ttl(info.id, parse_duration(ttl) if ttl is not None else None)
 
 
 APPLIERS: Mapping[str, Applier] = {
@@ -169,6 +181,10 @@ APPLIERS: Mapping[str, Applier] = {
     "ssd.codec": _shares,
     "ssd.mode": _store_settings,
     "ssd.max_dirty": _store_settings,
+    "remote.ttl": _remote,
+    "remote.admission": _remote,
+    "remote.max_rate": _remote,
+    "remote.deadline": _remote,
     "metrics.listen": _metrics,
     "models.watch": _models,
     "models.grace_seconds": _models,

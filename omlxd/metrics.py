@@ -76,6 +76,14 @@ def families(stats: Stats) -> Iterable[Metric]:
         )
         if ssd["life_years"] is not None:
             yield GaugeMetricFamily("omlxd_ssd_life_years", "Years that the flash lasts so", value=ssd["life_years"])
+    if (remote := stats.get("remote")) is not None:
+        up = remote["state"] == "ok"
+        yield GaugeMetricFamily("omlxd_remote_ok", "1 while the remote tier is read and written", value=float(up))
+        yield from _gauges("omlxd_remote", remote, ("queue", "restoring", "link_bytes_per_second"))
+        yield CounterMetricFamily("omlxd_remote_sent_bytes", "Bytes sent to it", value=remote["sent_bytes"])
+        yield CounterMetricFamily(
+            "omlxd_remote_fetched_bytes", "Payload fetched from it", value=remote["fetched_bytes"]
+        )
     yield from _by_namespace(stats["namespaces"])
     yield from _evictions(stats["evictions"])
     yield from _daemon_counts(stats["counts"])

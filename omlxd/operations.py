@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     Payload = bytes | bytearray | memoryview | Sequence[mx.array | None]
 
-MISS, PENDING, RAM, SSD = range(4)
+MISS, PENDING, RAM, SSD, REMOTE = range(5)
 DEFAULT_LOAD_SECONDS = 30.0
 DEFAULT_STORE_SECONDS = 2.0
 GRACE_SECONDS = 1.0
@@ -137,7 +137,7 @@ def match(space: SpaceCore, hashes: Sequence[bytes], prefetch: bool = False) -> 
         return Hit(0, 0, 0, 0, 0)
     answer = yield Ask("lookup", {"keys": pack_keys(hashes), "prefix": True, "prefetch": prefetch}, space)
     where: bytes = answer["where"]
-    ram = ssd = pending = 0
+    ram = ssd = remote = pending = 0
     for code in where:
         if code == PENDING:
             pending += 1
@@ -145,10 +145,12 @@ def match(space: SpaceCore, hashes: Sequence[bytes], prefetch: bool = False) -> 
             break
         elif code == RAM:
             ram += 1
+        elif code == REMOTE:
+            remote += 1
         else:
             ssd += 1
-    blocks = ram + ssd
-    return Hit(blocks * space.block_tokens, blocks, ram, ssd, pending)
+    blocks = ram + ssd + remote
+    return Hit(blocks * space.block_tokens, blocks, ram, ssd, pending, remote)
 
 
 def lookup(space: SpaceCore, hashes: Sequence[bytes]) -> Operation[list[bool]]:

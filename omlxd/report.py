@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import omlxd
 from omlxd.rates import WINDOWS, Rates
-from omlxd.schema import SCHEMA, ClientStats, NamespaceStats, RamStats, RateStats, SsdStats, Stats
+from omlxd.schema import SCHEMA, ClientStats, NamespaceStats, RamStats, RateStats, RemoteStats, SsdStats, Stats
 from omlxd.storage.sizes import format_size
 from omlxd.wear import life_years
 
@@ -35,6 +35,8 @@ class About:
     """Bytes of the volume that the store is on."""
     troubles: tuple[str, ...] = ()
     """What went wrong at start, in plain words."""
+    no_ssd: str = ""
+    """Why there is no SSD tier although there is to be one; empty when all is as it should be."""
 
 
 class Reporter:
@@ -60,6 +62,8 @@ class Reporter:
             counts.update({f"spill_{what}": count for what, count in store.spiller.counts.items()})
         if store.restorer is not None:
             counts.update({f"restore_{what}": count for what, count in store.restorer.counts.items()})
+        if (remote := _remote(store)) is not None:
+            counts.update({f"remote_{what}": count for what, count in remote["counts"].items()})
         return {
             "schema": SCHEMA,
             "daemon": {
@@ -78,6 +82,7 @@ class Reporter:
             "warnings": warnings,
             "ram": _ram(store),
             "ssd": self._ssd(store),
+            "remote": _remote(store),
             "rates": {SHORT_SECONDS[window]: self._rate(window) for window in WINDOWS},
             "counts": dict(counts),
             "evictions": _evictions(store),
@@ -106,17 +111,18 @@ class Reporter:
         for name in _RATED:
             totals.setdefault(name, 0.0)
         rate = self._rates.over(window, self._server.store.now(), totals)
-        hits = rate["hits_ram"] + rate["hits_ssd"]
+        hits = rate["hits_ram"] + rate["hits_ssd"] + rate["hits_remote"]
         asked = hits + rate["misses"]
         return {
             "hits_ram": rate["hits_ram"],
             "hits_ssd": rate["hits_ssd"],
+            "hits_remote": rate["hits_remote"],
             "misses": rate["misses"],
             "hit_percent": 100 * hits / asked if asked else None,
             "stored_bytes": rate["stored_bytes"],
             "spilled_bytes": rate["spilled_bytes"],
             "restored_bytes": rate["restored_bytes"],
-            "loaded_bytes": rate["hit_bytes_ram"] + rate["hit_bytes_ssd"],
+            "loaded_bytes": rate["hit_bytes_ram"] + rate["hit_bytes_ssd"] + rate["hit_bytes_remote"],
         }
 
     def _ssd(self, store: Store) -> SsdStats | None:
@@ -174,6 +180,8 @@ class Reporter:
     def _warnings(self) -> list[str]:
         store = self._server.store
         found = list(self.about.troubles)
+        if self.about.no_ssd:
+            found.append(f"{self.about.no_ssd}; blocks are kept in RAM only, and it is tried again")
         if self.about.config_problem:
             found.append(f"the configuration file is not used as it is now: {self.about.config_problem}")
         if store.ssd is not None:
@@ -186,6 +194,8 @@ class Reporter:
                 found.append(f"{damaged} damaged blocks were found on the SSD; they are misses and are not served")
         if store.spiller is not None and store.spiller.parked_blocks:
             found.append(f"{store.spiller.parked_blocks} blocks could not be written to the SSD and are in RAM only")
+        for outer in store.outer.tiers:
+            found += outer.troubles()
         if store.elastic.gives_way:
             found.append(
                 f"the system is short of memory: the RAM tier has {format_size(store.ram.arena.budget)} "
@@ -200,13 +210,50 @@ class Reporter:
 _RATED = (
     "hits_ram",
     "hits_ssd",
+    "hits_remote",
     "misses",
     "stored_bytes",
     "spilled_bytes",
     "restored_bytes",
     "hit_bytes_ram",
     "hit_bytes_ssd",
+    "hit_bytes_remote",
 )
+
+
+def _remote(store: Store) -> RemoteStats | None:
+    """The first outer tier; one that is somebody else's may tell less of itself."""
+    for lower in store.lower:
+        for tier in store.outer.tiers:
+            if lower.tier is not tier:
+                continue
+            told = tier.stats()
+            counts = Counter({str(what): int(count) for what, count in _mapping(told.get("counts")).items()})
+            counts.update(lower.restorer.counts)
+            nodes = told.get("nodes")
+            return {
+                "state": str(told["state"]),
+                "reason": str(told["reason"]),
+                "url": str(told.get("url", "")),
+                "sealed": bool(told.get("sealed")),
+                "nodes": nodes if isinstance(nodes, list) else [],
+                "known_blocks": _number(told.get("known_blocks")),
+                "queue": _number(told.get("queue")),
+                "restoring": len(lower.restorer),
+                "link_bytes_per_second": lower.restorer.bytes_per_second,
+                "fetched_bytes": lower.restorer.counts["restored_bytes"],
+                "sent_bytes": counts["sent_bytes"],
+                "counts": dict(counts),
+            }
+    return None
+
+
+def _mapping(value: object) -> dict[str, int]:
+    return value if isinstance(value, dict) else {}
+
+
+def _number(value: object) -> int:
+    return value if isinstance(value, int) else 0
 
 
 def _evictions(store: Store) -> dict[str, int]:

@@ -20,6 +20,8 @@ class Hit:
     """Of these, on the SSD or on their way from it."""
     pending: int
     """Blocks right behind the prefix that another engine is storing at this moment."""
+    remote: int = 0
+    """Of ``blocks``, on another machine or on their way from it."""
 
     def __bool__(self) -> bool:
         return self.blocks > 0

@@ -80,11 +80,34 @@ class SsdStats(TypedDict):
     """How long the volume's flash lasts at this rate (see ``omlxd.wear``); None when next to nothing is written."""
 
 
+class RemoteStats(TypedDict):
+    """The tier that is shared with other machines."""
+
+    state: str
+    """``ok``, ``connecting``, ``slow``, ``gone``, ``refused``; ``read-only`` and ``full`` where only writing does not work."""
+    reason: str
+    """Why it is so, in words; empty when all is well."""
+    url: str
+    """Without user and password."""
+    sealed: bool
+    nodes: list[dict[str, object]]
+    known_blocks: int
+    """Keys whose presence or absence is remembered."""
+    queue: int
+    """Blocks that wait to be sent."""
+    restoring: int
+    link_bytes_per_second: float
+    fetched_bytes: int
+    sent_bytes: int
+    counts: dict[str, int]
+
+
 class RateStats(TypedDict):
     """Growth over one window."""
 
     hits_ram: float
     hits_ssd: float
+    hits_remote: NotRequired[float]
     misses: float
     hit_percent: float | None
     """Blocks loaded of blocks asked for; None when nothing was asked."""
@@ -156,4 +179,6 @@ class Stats(TypedDict):
     """``load_seconds``, ``restore_seconds``, ``eviction_age_seconds``, ..."""
     namespaces: list[NamespaceStats]
     clients: list[ClientStats]
+    remote: NotRequired[RemoteStats | None]
+    """None while it is off."""
     pins: NotRequired[list[dict[str, object]]]

@@ -20,6 +20,7 @@ from omlxd.storage.loads import Part
 from omlxd.storage.ram import RamBlock
 
 if TYPE_CHECKING:
+    from omlxd.namespaces import NamespaceInfo
     from omlxd.session import Session
 
 Answer: TypeAlias = Message | Coroutine[object, object, Message | None] | None
@@ -82,12 +83,25 @@ def namespace(session: Session, fields: Fields, request_id: int) -> Message:
 
 
 @verb("lookup")
-def lookup(session: Session, fields: Fields, request_id: int) -> Message:
+def lookup(session: Session, fields: Fields, request_id: int) -> Answer:
     """Where each key's block is, a byte each; with ``prefix`` up to the first miss."""
     info = session.namespace(fields)
     keys = fields.keys()
-    store = session.server.store
     prefix = fields.flag("prefix")
+    if to_ask_for := session.server.store.to_ask_for(keys, prefix=prefix):
+        return _find_and_look_up(session, fields, info, keys, prefix, to_ask_for)
+    return _look_up(session, fields, info, keys, prefix)
+
+
+async def _find_and_look_up(
+    session: Session, fields: Fields, info: NamespaceInfo, keys: list[bytes], prefix: bool, to_ask_for: list[bytes]
+) -> Message:
+    await session.server.store.find(to_ask_for)
+    return _look_up(session, fields, info, keys, prefix)
+
+
+def _look_up(session: Session, fields: Fields, info: NamespaceInfo, keys: list[bytes], prefix: bool) -> Message:
+    store = session.server.store
     where = store.lookup(keys, prefix=prefix)
     if prefix and keys:
         found = len(where) - where.endswith(b"\0")

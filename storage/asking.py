@@ -1,7 +1,7 @@
-"""Finding out what the tiers below have of the keys that no tier here is known to have.
+"""Finding out what outer tiers have of the keys that no tier is known to have.
 
-A tier with an index of its own is never asked. One that has to ask a server is asked once for all keys of a prefix, and
-whoever else needs one of them meanwhile waits for the same answer. Loop thread only.
+A tier is asked once for all keys of a prefix, and whoever else needs one of them meanwhile waits for the same answer. Loop
+thread only.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from omlxd.storage.tier import LowerTier
+from omlxd.storage.tier import OuterTier
 
 
 class Asking:
     """The questions under way."""
 
-    def __init__(self, tiers: Sequence[LowerTier], *, on_answer: Callable[[], None]) -> None:
+    def __init__(self, tiers: Sequence[OuterTier], *, on_answer: Callable[[], None]) -> None:
         """``on_answer`` is called after each question, whatever its outcome."""
         self._tiers = tiers
         self._on_answer = on_answer
@@ -46,7 +46,7 @@ class Asking:
         for task in set(self._under_way.values()):
             task.cancel()
 
-    async def _ask(self, tier: LowerTier, keys: Sequence[bytes], timeout: float) -> None:
+    async def _ask(self, tier: OuterTier, keys: Sequence[bytes], timeout: float) -> None:
         try:
             await tier.ask(keys, timeout)
         finally:

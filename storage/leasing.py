@@ -1,4 +1,4 @@
-"""Leases: the longest prefix that can be had, from RAM at once and from the SSD as it comes.
+"""Leases: the longest prefix that can be had, from RAM at once and from lower tiers as it comes.
 
 Runs on the event loop's thread; nothing here waits.
 """
@@ -11,18 +11,21 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from omlxd.policy.base import RequestContext
+from omlxd.storage.asking import Asking
 from omlxd.storage.figures import Histogram
 from omlxd.storage.loads import WAIT, Load, Part
+from omlxd.storage.lower import Lower, Lowers
 from omlxd.storage.owners import Owners
-from omlxd.storage.restore import Restorer
 
 if TYPE_CHECKING:
     from omlxd.storage.ram import RamBlock, RamTier
     from omlxd.storage.spill import Spiller
-    from omlxd.storage.ssd import SsdTier
+    from omlxd.storage.tier import OuterTier
 
 PREFETCH_SECONDS = 60.0
 MAX_PREFETCHES = 8
+ASK_SECONDS = 1.0
+"""The most that a lower tier may take to say what it has; most take less."""
 
 
 class Leasing:
@@ -40,10 +43,12 @@ class Leasing:
         reuse_gap_seconds: Histogram,
         window: int,
     ) -> None:
-        """``window``: how many blocks one load may have under way from the SSD at once."""
+        """``window``: how many blocks one load may have under way from lower tiers at once."""
         self.window = window
-        self.ssd: SsdTier | None = None
-        self.restorer: Restorer | None = None
+        self.lower = Lowers()
+        self.outer: Sequence[OuterTier] = ()
+        self.asking: Asking | None = None
+        """Where there are outer tiers: the questions to them."""
         self.spiller: Spiller | None = None
         self.filling: set[Load] = set()
         """Loads that are not finished."""
@@ -94,17 +99,17 @@ class Leasing:
         return load
 
     def prefetch(self, keys: Sequence[bytes], *, block_tokens: int) -> int:
-        """Start restoring the prefix, as far as half of the RAM tier; how many blocks are to come from the SSD."""
-        if self.ssd is None or not keys:
+        """Start restoring the prefix, as far as half of the RAM tier; how many blocks are to come from lower tiers."""
+        if not self.lower or not keys:
             return 0
         wanted: list[bytes] = []
         missing = 0
         room = self._ram.arena.budget // 2
         for key in keys:
             block = self._ram.blocks.get(key)
-            record = self.ssd.meta(key) if block is None else None
-            meta = block.meta if block is not None else record
-            if meta is None or (block is None and key not in self.ssd) or meta.nbytes > room:
+            lower = self.lower.having(key) if block is None else None
+            meta = block.meta if block is not None else lower.tier.meta(key) if lower is not None else None
+            if meta is None or meta.nbytes > room:
                 break
             room -= meta.nbytes
             missing += block is None or block.restoring
@@ -127,7 +132,7 @@ class Leasing:
     def written(self, key: bytes, block: RamBlock | None) -> None:
         """A store of ``key`` has ended: whoever waits for it is told; None: it failed."""
         for load, index in self._awaited.pop(key, ()):
-            self._arrived(load, index, block, "store_failed", restored=False)
+            self._arrived(load, index, block, "store_failed")
 
     def advance(self) -> None:
         """There may be room: loads that wait for some go on."""
@@ -151,7 +156,7 @@ class Leasing:
             if block is not None and block.chunk.ref_cnt >= 0:
                 ready.append(key)
                 found.append(block)
-            elif past_holes and (block is not None or (self.ssd is not None and key in self.ssd)):
+            elif past_holes and (block is not None or self.lower.having(key) is not None):
                 found.append(None)
             else:
                 break
@@ -166,24 +171,25 @@ class Leasing:
         if block is not None and not block.restoring:
             self._awaited.setdefault(key, []).append((load, index))
             return None
-        if self.restorer is None or self.ssd is None:
-            return "miss"
-        if key not in self.restorer:
-            record = self.ssd.meta(key)
-            if record is None or key not in self.ssd:
+        lower = self.lower.having(key)
+        if lower is None:
+            return WAIT if self._is_asked_for(load, index) else "miss"
+        if key not in lower.restorer:
+            record = lower.tier.meta(key)
+            if record is None:
                 return "miss"
-            if self._slower_than_computing(load, index, record.nbytes):
+            if self._slower_than_computing(load, index, lower, record.nbytes):
                 self._counts[record.namespace, "restores_skipped"] += load.counted
                 return "restore_slower_than_prefill"
-            if self.restorer.busy:
+            if lower.restorer.busy:
                 return WAIT
 
         def arrived(ready: RamBlock | None, reason: str) -> None:
-            self._arrived(load, index, ready, reason, restored=True)
+            self._arrived(load, index, ready, reason, came_from=lower.name)
 
-        if self.restorer.start(key, arrived, load.ctx):
+        if lower.restorer.start(key, arrived, load.ctx):
             return None
-        if load.give_up_tail(index) and self.restorer.start(key, arrived, load.ctx):
+        if load.give_up_tail(index) and lower.restorer.start(key, arrived, load.ctx):
             return None
         load.starved = True
         if self._can_get_room(load):
@@ -197,7 +203,7 @@ class Leasing:
         self._ram.complete_reads(blocks)
 
     def load_finished(self, load: Load) -> None:
-        """Count what the engine got, and note the request's accesses in both tiers."""
+        """Count what the engine got, and note the request's accesses in all tiers."""
         self.filling.discard(load)
         if not load.counted:
             self._ram.on_request_finished(load.ctx)
@@ -205,13 +211,13 @@ class Leasing:
         now = self._clock()
         self._load_seconds.observe(now - load.since)
         gaps: Counter[float] = Counter()
-        hits: Counter[tuple[bytes, bool]] = Counter()
-        nbytes: Counter[tuple[bytes, bool]] = Counter()
+        hits: Counter[tuple[bytes, str]] = Counter()
+        nbytes: Counter[tuple[bytes, str]] = Counter()
         for block in load.blocks:
             gaps[block.used] += 1
             block.used = now
             meta = block.meta
-            kind = (meta.namespace, meta.key in load.restored)
+            kind = (meta.namespace, load.restored.get(meta.key, "ram"))
             hits[kind] += 1
             nbytes[kind] += meta.nbytes
             if not block.clean and self.spiller is not None:
@@ -219,10 +225,11 @@ class Leasing:
         for used, times in gaps.items():
             if used:
                 self._reuse_gap_seconds.observe(now - used, times)
-        for (namespace, restored), count in hits.items():
-            tier = "ssd" if restored else "ram"
+        for (namespace, tier), count in hits.items():
             self._counts[namespace, f"hits_{tier}"] += count
-            self._counts[namespace, f"hit_bytes_{tier}"] += nbytes[namespace, restored]
+            self._counts[namespace, f"hit_bytes_{tier}"] += nbytes[namespace, tier]
+        for outer in self.outer:
+            outer.offer_again([block.meta for block in load.blocks])
         if load.misses_of is not None:
             self._counts[load.misses_of, "misses"] += len(load.keys) - len(load.blocks)
         self.note_use([block.meta.key for block in load.blocks], load.ctx)
@@ -232,23 +239,38 @@ class Leasing:
         self._ram.on_request_finished(ctx)
         if self.spiller is not None:
             self.spiller.touch(keys)
-        if self.ssd is not None and keys:
-            self.ssd.touch(keys, ctx)
+        if keys:
+            for lower in self.lower:
+                lower.tier.touch(keys, ctx)
 
     # -- inside
 
-    def _slower_than_computing(self, load: Load, index: int, nbytes: int) -> bool:
+    def _is_asked_for(self, load: Load, index: int) -> bool:
+        """Does somebody find out whether an outer tier has the block? Asks for the rest of the load with it."""
+        key = load.keys[index]
+        if self.asking is None:
+            return False
+        if key in self.asking:
+            return True
+        if not any(outer.unasked([key]) for outer in self.outer):
+            return False
+        blocks = self._ram.blocks
+        rest = [key for key in load.keys[index:] if key not in blocks and self.lower.having(key) is None]
+        self.asking.begin(rest, ASK_SECONDS)
+        return key in self.asking
+
+    def _slower_than_computing(self, load: Load, index: int, lower: Lower, nbytes: int) -> bool:
         """Would the engine, computing from where the load is now, have this block before its restore brings it?"""
-        if not load.compute_blocks_per_s or self.restorer is None:
+        if not load.compute_blocks_per_s:
             return False
         to_compute = (index + 1 - len(load.blocks)) / load.compute_blocks_per_s
-        return self.restorer.seconds_for(nbytes) > to_compute
+        return lower.restorer.seconds_for(nbytes) > to_compute
 
     def _can_get_room(self, load: Load) -> bool:
         """Is anything going to give its slot back, other than this load and those that starve as it does?"""
         if self.spiller is not None and self.spiller.dirty_blocks:
             return True
-        if self.restorer is not None and len(self.restorer):
+        if self.lower.restoring:
             return True
         return any(
             owner.reservations
@@ -256,15 +278,15 @@ class Leasing:
             for owner in self._owners
         )
 
-    def _arrived(self, load: Load, index: int, block: RamBlock | None, reason: str, *, restored: bool) -> None:
+    def _arrived(self, load: Load, index: int, block: RamBlock | None, reason: str, *, came_from: str = "") -> None:
         if block is None:
             load.failed(index, reason)
             return
         if load.finished:
             return
         self._ram.prepare_load([block.meta.key], load.ctx)
-        if restored:
-            load.restored.add(block.meta.key)
+        if came_from:
+            load.restored[block.meta.key] = came_from
         load.arrived(index, block)
 
     def _end_prefetch(self, name: Hashable) -> None:

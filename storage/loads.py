@@ -72,8 +72,8 @@ class Load:
         self.since = since
         self.blocks: list[RamBlock] = []
         """What is leased, head to tail, without holes."""
-        self.restored: set[bytes] = set()
-        """Keys that came from the SSD for this load."""
+        self.restored: dict[bytes, str] = {}
+        """Keys that came from a lower tier for this load, and its name."""
         self.stopped: str | None = None
         self.finished = False
         self.released = False

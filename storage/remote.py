@@ -14,7 +14,7 @@ import asyncio
 import logging
 import os
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -42,6 +42,9 @@ SLICE = 128
 """Headers that are checked before other threads get a turn."""
 WRITE_PAUSE_SECONDS = 2.0
 """How long a node that refuses writes is left alone with them."""
+LOOK_AGAIN_SECONDS = 600.0
+"""How often it is looked whether the server still has a prefix that is in use."""
+PREFIXES_SEEN_TO = 4096
 LOOK_SECONDS = 0.1
 IDLE_PING_SECONDS = 5.0
 SLOTS_SECONDS = 1.0
@@ -98,6 +101,7 @@ class RemoteTier:
         self._tasks: set[asyncio.Task[object]] = set()
         self._slots_at = 0.0
         self._stopping = False
+        self._seen_to: OrderedDict[bytes, float] = OrderedDict()
 
     # -- life
 
@@ -235,15 +239,33 @@ class RemoteTier:
         else:
             self._ttls[namespace] = seconds
 
-    def offer(self, meta: BlockMeta, *, asked_again: bool = False) -> None:
+    def offer(self, meta: BlockMeta) -> None:
         """Loop. Send the block when its turn comes, if it is admitted and not there yet."""
-        if self._stopping or not meta.nbytes or self._known.header(meta.key) is not None:
+        if not self._admit(meta, asked_again=False):
+            self.counts["not_admitted"] += 1
+
+    def offer_again(self, metas: Sequence[BlockMeta]) -> None:
+        """Loop. See to it that the server has them still; a prefix that was looked at lately is left alone."""
+        if not metas or self._stopping:
             return
+        now, last = self._clock(), metas[-1].key
+        if now - self._seen_to.get(last, -LOOK_AGAIN_SECONDS) < LOOK_AGAIN_SECONDS:
+            return
+        self._seen_to[last] = now
+        self._seen_to.move_to_end(last)
+        if len(self._seen_to) > PREFIXES_SEEN_TO:
+            self._seen_to.popitem(last=False)
+        for meta in metas:
+            self._admit(meta, asked_again=True)
+
+    def _admit(self, meta: BlockMeta, *, asked_again: bool) -> bool:
+        """Queue a block that is worth it; False for one that is not."""
         block_tokens = self._block_tokens.get(meta.namespace, 1)
-        if not self.settings.admission.takes(meta, block_tokens, asked_again=asked_again):
-            self.counts["not_admitted"] += not asked_again
-            return
-        self._queue.add(meta.key)
+        if not meta.nbytes or not self.settings.admission.takes(meta, block_tokens, asked_again=asked_again):
+            return False
+        if not self._stopping and self._known.header(meta.key) is None:
+            self._queue.add(meta.key)
+        return True
 
     def forget(self, keys: Sequence[bytes]) -> None:
         """Loop. Take these off the server too, in the background; a server in trouble keeps them until their time is over."""

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from omlxd.storage.remote_breaker import Breaker
-from omlxd.storage.remote_server import Address, Patience, Server, Target
+from omlxd.storage.remote_server import Patience, Server
+from omlxd.storage.remote_url import Address, Target
 from omlxd.storage.tier import Trouble
 
 TAGS = 256

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol, cast
-from urllib.parse import unquote, urlsplit
 
 from omlxd.storage.codec import Buffer
 from omlxd.storage.remote_seal import PREFIX
+from omlxd.storage.remote_url import Address, Target
 from omlxd.storage.tier import Trouble
 
 HOW_TO_INSTALL = "pip install 'omlxd[valkey]'"
-DEFAULT_PORT = 6379
-SCHEMES = {"valkey": False, "valkeys": True, "redis": False, "rediss": True}
 READ_BYTES = 256 * 1024
 """What one read of the socket may bring: with less, a 2 MiB value takes the GIL many times."""
 PIPELINED_BYTES = 8 << 20
@@ -49,56 +47,6 @@ class _Client(Protocol):
     def execute_command(self, *args: object) -> object: ...
 
     def pipeline(self, transaction: bool = True) -> _Pipeline: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Address:
-    """Where a server listens."""
-
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """What ``[remote] url`` says. ``password`` and ``username`` are never shown."""
-
-    address: Address
-    cluster: bool
-    tls: bool
-    username: str | None = field(default=None, repr=False)
-    password: str | None = field(default=None, repr=False)
-    db: int = 0
-
-    def __str__(self) -> str:
-        scheme = ("valkeys" if self.tls else "valkey") + ("+cluster" if self.cluster else "")
-        return f"{scheme}://{self.address}" + (f"/{self.db}" if self.db else "")
-
-
-def parse_url(url: str) -> Target:
-    """``valkey[s][+cluster]://[user:password@]host[:port][/db]``. ``ValueError`` says what is wrong, without the password."""
-    parts = urlsplit(url)
-    scheme, _, kind = parts.scheme.partition("+")
-    if scheme not in SCHEMES or kind not in ("", "cluster") or not parts.hostname:
-        raise ValueError("write valkey://host:6379, valkeys://... for TLS, valkey+cluster://... for a cluster")
-    try:
-        port = parts.port or DEFAULT_PORT
-    except ValueError:
-        raise ValueError("the port must be a number up to 65535") from None
-    path = parts.path.strip("/")
-    if path and (not path.isdigit() or kind):
-        raise ValueError("after the host comes nothing, or the number of a database (a cluster has only one)")
-    return Target(
-        Address(parts.hostname, port),
-        kind == "cluster",
-        SCHEMES[scheme],
-        unquote(parts.username) if parts.username else None,
-        unquote(parts.password) if parts.password else None,
-        int(path or 0),
-    )
 
 
 @dataclass(frozen=True, slots=True)

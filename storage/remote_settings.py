@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from omlxd.storage.durations import parse_duration
-from omlxd.storage.remote_server import Target, parse_url
+from omlxd.storage.remote_url import Target, parse_url
 from omlxd.storage.remote_writer import EVERYTHING, Admission
 from omlxd.storage.sizes import parse_size
 

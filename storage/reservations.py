@@ -137,7 +137,8 @@ class Reservations:
         wanted: list[tuple[int, BlockMeta]] = []
         for index, meta in enumerate(metas):
             where = self._where(meta.key)
-            if where is Where.RAM or where is Where.SSD:
+            coming = where is Where.REMOTE and meta.key in self._ram.blocks
+            if where is Where.RAM or where is Where.SSD or coming:
                 offer.present += 1
             elif where is Where.PENDING:
                 offer.declined["pending"] += 1

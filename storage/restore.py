@@ -1,7 +1,7 @@
-"""Bringing blocks from the SSD into RAM slots, each once, however many ask for it.
+"""Bringing blocks from a lower tier into RAM slots, each once, however many ask for it.
 
 Runs on the event loop's thread; reading, verifying and decoding run on worker threads, straight into the slot. What
-waits for a worker is already being fetched by the kernel, so that the disk has work while others decode.
+waits for a worker is already being fetched where the tier can, so that the disk has work while others decode.
 """
 
 from __future__ import annotations
@@ -12,16 +12,14 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic
 
 from omlxd.policy.base import RequestContext
 from omlxd.storage.blocks import BlockMeta
-from omlxd.storage.ssd_errors import Damaged, DiskTrouble, Missing
+from omlxd.storage.tier import Damaged, E, LowerTier, Missing, Trouble
 
 if TYPE_CHECKING:
     from omlxd.storage.ram import RamBlock, RamTier
-    from omlxd.storage.ssd import SsdTier
-    from omlxd.storage.ssd_index import Entry
 
 log = logging.getLogger(__name__)
 
@@ -73,28 +71,35 @@ class Throughput:
         self._bytes = 0
 
 
-class Restorer:
-    """Restores under way, by key."""
+class Restorer(Generic[E]):
+    """Restores from one tier that are under way, by key."""
 
     def __init__(
         self,
         ram: RamTier,
-        ssd: SsdTier,
+        tier: LowerTier[E],
         *,
+        name: str,
         parallel: int,
+        adopt: Callable[[RamBlock], None],
         on_damage: Callable[[bytes, str], None],
         on_progress: Callable[[], None],
         on_restored: Callable[[float], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``on_restored`` is told the seconds that a restore took, waiting for a worker included."""
+        """``name`` is the tier's, for counters and reasons; ``adopt`` is told each block as it becomes readable.
+
+        ``on_restored`` is told the seconds that a restore took, waiting for a worker included.
+        """
         self.parallel = parallel
         self.counts: Counter[str] = Counter()
         self.under_way_bytes = 0
         """Payload bytes of all restores under way."""
         self._ram = ram
-        self._ssd = ssd
-        self._pool = ThreadPoolExecutor(parallel, "omlxd-restore")
+        self._tier = tier
+        self._name = name
+        self._adopt = adopt
+        self._pool = ThreadPoolExecutor(parallel, f"omlxd-restore-{name}")
         self._ahead = ThreadPoolExecutor(1, "omlxd-ahead")
         self._on_damage = on_damage
         self._on_progress = on_progress
@@ -134,15 +139,15 @@ class Restorer:
             if arrived is not None:
                 waiting.append(arrived)
             return True
-        record = self._ssd.meta(key)
-        if record is None or self._stopping or not self._ssd.pin(key):
+        record = self._tier.meta(key)
+        if record is None or self._stopping or not self._tier.pin(key):
             if arrived is not None:
-                arrived(None, "shutting_down" if self._stopping else "not_on_ssd")
+                arrived(None, "shutting_down" if self._stopping else f"not_on_{self._name}")
             return True
         meta = BlockMeta(key, record.namespace, record.nbytes, record.parent, record.position, record.layout)
         reserved = self._ram.reserve([meta], (), ctx)
         if not reserved:
-            self._ssd.unpin(record)
+            self._tier.unpin(record)
             return False
         block = reserved[0]
         block.restoring = True
@@ -156,25 +161,25 @@ class Restorer:
         self._pool.shutdown(wait=True)
         self._ahead.shutdown(wait=True)
 
-    def _begin(self, block: RamBlock, record: Entry, arrived: Arrived | None) -> None:
+    def _begin(self, block: RamBlock, record: E, arrived: Arrived | None) -> None:
         key = block.meta.key
         if len(self._waiting) >= self.parallel:
-            self._ahead.submit(self._ssd.read_ahead, [key])
+            self._ahead.submit(self._tier.read_ahead, [key])
         self._waiting[key] = [arrived] if arrived is not None else []
         self._idle.clear()
         self.under_way_bytes += block.meta.nbytes
         self._throughput.begun()
         loop = asyncio.get_running_loop()
         begun = self._clock()
-        future = self._pool.submit(self._ssd.read_into, key, self._ram.view(block))
+        future = self._pool.submit(self._tier.read_into, key, self._ram.view(block))
         future.add_done_callback(lambda done: loop.call_soon_threadsafe(self._finish, block, record, begun, done))
 
-    def _finish(self, block: RamBlock, record: Entry, begun: float, done: Future[int]) -> None:
+    def _finish(self, block: RamBlock, record: E, begun: float, done: Future[int]) -> None:
         key, nbytes = block.meta.key, block.meta.nbytes
         waiting = self._waiting.pop(key)
         self.under_way_bytes -= nbytes
         block.restoring = False
-        self._ssd.unpin(record)
+        self._tier.unpin(record)
         error = CancelledError() if done.cancelled() else done.exception()
         self._throughput.ended(0 if error else nbytes)
         reason = self._note_failure(key, error) if error is not None else ""
@@ -184,7 +189,7 @@ class Restorer:
             self.counts["restored_bytes"] += nbytes
         readable = self._ram.complete(block, success=error is None)
         if readable:
-            block.clean = True
+            self._adopt(block)
             self._ram.pin_block(block)  # nothing may take it before those who waited have had it
         for arrived in waiting:
             arrived(block if readable else None, reason or "removed")
@@ -198,9 +203,9 @@ class Restorer:
         reason = (
             "damaged"
             if isinstance(error, Damaged)
-            else "disk_trouble"
-            if isinstance(error, DiskTrouble)
-            else "not_on_ssd"
+            else f"{self._name}_trouble"
+            if isinstance(error, Trouble)
+            else f"not_on_{self._name}"
             if isinstance(error, Missing)
             else "read_error"
         )

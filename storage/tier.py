@@ -1,9 +1,9 @@
 """What the store asks of a tier below RAM: the SSD, another machine, or a class of somebody else's.
 
-The store knows RAM and an ordered list of lower tiers; a block that is not in RAM is restored from the first tier that has
-it. A tier's index answers at once, on the event loop's thread. One that has to ask somebody first (a server across a
-network) says which keys it knows nothing of (``unasked``) and is asked for them together (``ask``), with a deadline; what
-it has learned it remembers for a while.
+The store knows RAM and an ordered list of lower tiers (``lower.py``); a block that is not in RAM is restored from the first
+tier that has it. A tier's index answers at once, on the event loop's thread. An *outer* tier has to ask somebody first (a
+server across a network): it says which keys it knows nothing of (``unasked``) and is asked for them together (``ask``), with
+a deadline; what it has learned it remembers for a while.
 
 **Threads.** ``read_into`` and ``read_ahead`` run on worker threads, many at once; all else on the loop's thread, and never
 waits there.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 from omlxd.policy.base import RequestContext
 from omlxd.storage.blocks import BlockMeta
@@ -65,24 +65,23 @@ class Described(Protocol):
     def layout(self) -> bytes | None: ...  # noqa: D102
 
 
-class LowerTier(Protocol):
-    """A tier that blocks are restored from."""
+E = TypeVar("E", bound=Described)
 
-    @property
-    def name(self) -> str:
-        """One word, for counters: ``ssd``, ``remote``."""
+
+class LowerTier(Protocol[E]):
+    """A tier that blocks are restored from; ``E`` is what it says of a block."""
 
     def __contains__(self, key: bytes, /) -> bool:
         """Whether a restore of ``key`` may be tried now."""
 
-    def meta(self, key: bytes) -> Described | None:
+    def meta(self, key: bytes) -> E | None:
         """What is known of the block; None: it is not here, as far as is known."""
 
     def pin(self, key: bytes) -> bool:
         """A restore of ``key`` begins: what it needs stays until ``unpin``. False: it is not here."""
 
-    def unpin(self, entry: Described) -> None:  # what `meta` gave when it was pinned
-        """The restore has ended."""
+    def unpin(self, entry: E) -> None:
+        """The restore has ended; ``entry`` is what ``meta`` gave when it was pinned."""
 
     def read_ahead(self, keys: Sequence[bytes]) -> None:
         """Worker. These will be read soon: a hint; raises nothing."""
@@ -98,15 +97,6 @@ class LowerTier(Protocol):
 
     def touch(self, keys: Sequence[bytes], ctx: RequestContext | None = None) -> None:
         """``keys``, heads first, were used, in whichever tier."""
-
-    def unasked(self, keys: Sequence[bytes]) -> Sequence[bytes]:
-        """Those of ``keys`` about which somebody would have to be asked first; empty when that is no use now."""
-
-    async def ask(self, keys: Sequence[bytes], timeout: float) -> None:
-        """Find out about ``keys``, in at most ``timeout`` seconds; never raises for a tier in trouble.
-
-        Afterwards ``unasked`` has none of them for a while, whatever the outcome was.
-        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +122,21 @@ class TierHost:
 
 
 @runtime_checkable
-class OuterTier(LowerTier, Protocol):
-    """A tier that fills itself, behind the store's back: it is offered blocks and takes those it wants."""
+class OuterTier(LowerTier[Described], Protocol):
+    """A tier that is asked for what it has, and that fills itself: it is offered blocks and takes those it wants."""
+
+    @property
+    def name(self) -> str:
+        """One word, for counters: ``remote``."""
+
+    def unasked(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        """Those of ``keys`` about which somebody would have to be asked first; empty when that is no use now."""
+
+    async def ask(self, keys: Sequence[bytes], timeout: float) -> None:
+        """Find out about ``keys``, in at most ``timeout`` seconds; never raises for a tier in trouble.
+
+        Afterwards ``unasked`` has none of them for a while, whatever the outcome was.
+        """
 
     def start(self) -> None:
         """Begin, on the running loop."""
@@ -141,8 +144,11 @@ class OuterTier(LowerTier, Protocol):
     async def stop(self) -> None:
         """End, within seconds."""
 
-    def offer(self, meta: BlockMeta, *, asked_again: bool = False) -> None:
-        """A block is readable here: new, or ``asked_again``. It may be gone when its bytes are asked of the host."""
+    def offer(self, meta: BlockMeta) -> None:
+        """A new block is readable here. It may be gone when its bytes are asked of the host."""
+
+    def offer_again(self, metas: Sequence[BlockMeta]) -> None:
+        """These, a prefix, were asked for again. Called for every load: has to be fast."""
 
     def forget(self, keys: Sequence[bytes]) -> None:
         """An operator removes these blocks everywhere."""
@@ -184,6 +190,6 @@ def load_tier(name: str) -> Callable[[Mapping[str, object], TierHost], OuterTier
 
 OUTER_METHODS = (
     *("name", "__contains__", "meta", "pin", "unpin", "read_ahead", "read_into", "damaged", "touch", "unasked", "ask"),
-    *("start", "stop", "offer", "forget", "register_namespace", "configure", "set_ttl", "stats", "troubles"),
+    *("start", "stop", "offer", "offer_again", "forget", "register_namespace", "configure", "set_ttl", "stats", "troubles"),
 )
 """What a class must have to be a tier."""

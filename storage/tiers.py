@@ -1,4 +1,4 @@
-"""The two tiers as one store.
+"""The tiers as one store: RAM, the SSD, and what is shared with other machines.
 
 Owners (connections) lease blocks and reserve slots; what an owner holds ends with it. All methods run on the event
 loop's thread; nothing here waits for the disk.
@@ -21,13 +21,17 @@ from omlxd.storage.figures import FAST_SECONDS, LONG_SECONDS, Histogram
 from omlxd.storage.journal import Journal, Tier
 from omlxd.storage.leasing import Leasing
 from omlxd.storage.loads import Load, Part
+from omlxd.storage.lower import Lower, Lowers
+from omlxd.storage.outer import Outer
 from omlxd.storage.owners import Owners, Seizure, UnknownId
 from omlxd.storage.ram import RamBlock, RamTier
 from omlxd.storage.reservations import Offer, Reservations, Reserved
 from omlxd.storage.restore import Restorer
 from omlxd.storage.spill import Spiller, SpillSettings
 from omlxd.storage.ssd import SsdTier
+from omlxd.storage.ssd_index import Entry
 from omlxd.storage.ssd_plan import CommitOutcome, CommitPlan
+from omlxd.storage.tier import OuterTier, TierHost
 from omlxd.storage.where import Where
 
 __all__ = ["Load", "Offer", "Part", "Reserved", "Store", "StoreSettings", "UnknownId", "Where"]
@@ -41,7 +45,7 @@ class StoreSettings:
 
     spill: SpillSettings = field(default_factory=SpillSettings)
     restore_parallel: int = 4
-    """Blocks read from the SSD at once."""
+    """Blocks read from a lower tier at once."""
     restore_ahead: int = 16
     """Blocks asked for beyond what a load has; bounds what one load can claim at once."""
     max_reserved_bytes: int = 1 << 30
@@ -53,7 +57,7 @@ class StoreSettings:
 
 
 class Store:
-    """RAM tier and, where there is one, SSD tier."""
+    """RAM tier, SSD tier where there is one, and the outer tiers that are attached."""
 
     def __init__(
         self,
@@ -64,7 +68,7 @@ class Store:
         clock: Callable[[], float],
     ) -> None:
         self.ram = ram
-        self.ssd = ssd
+        self.ssd: SsdTier | None = None
         self.settings = settings
         self.counts: Counter[tuple[bytes, str]] = Counter()
         """By (namespace id, what): hits, misses, stores, declines, in blocks and in bytes."""
@@ -80,7 +84,7 @@ class Store:
         """What took how long: loads, restores and commits; what passed between two uses, and between the last and eviction."""
         self.journal = Journal(self._is_in_other_tier)
         self.closing = False
-        self._closed = False
+        self._closed = self._started = False
         self._clock = clock
         self._ids = itertools.count(1)
         self._owners = Owners()
@@ -108,44 +112,89 @@ class Store:
         ram.on_removed = self._removed
         self.elastic = Elastic(ram, press=self._press, clock=clock)
         self.spiller: Spiller | None = None
-        self.restorer: Restorer | None = None
+        self.lower = Lowers()
+        """The tiers below RAM, in the order in which they are tried."""
+        self.outer = Outer(ram, ssd, self.lower, on_progress=self.progress)
+        self.restorer: Restorer[Entry] | None = None
+        self._leasing.lower = self.lower
         if ssd is not None:
-            ssd.elsewhere = self.ram.blocks.__contains__
-            self.spiller = self._reservations.spiller = self._leasing.spiller = Spiller(
-                ram,
-                ssd,
-                settings.spill,
-                clock=clock,
-                writer=self._writer,
-                coders=self._coders,
-                on_progress=self.progress,
-                on_commit=self._committed,
-            )
-            self._leasing.ssd = ssd
-            self.restorer = self._leasing.restorer = Restorer(
-                ram,
-                ssd,
-                parallel=settings.restore_parallel,
-                on_damage=self._damaged,
-                on_progress=self.progress,
-                on_restored=self.histograms["restore_seconds"].observe,
-                clock=clock,
-            )
+            self.adopt_ssd(ssd)
+
+    def adopt_ssd(self, ssd: SsdTier) -> None:
+        """Have an SSD tier from now on; also while the store runs, when its disk has come late. The store closes it."""
+        self.ssd = ssd
+        ssd.elsewhere = self.ram.blocks.__contains__
+        self.outer.ssd = ssd
+        self.spiller = self._reservations.spiller = self._leasing.spiller = Spiller(
+            self.ram,
+            ssd,
+            self.settings.spill,
+            clock=self._clock,
+            writer=self._writer,
+            coders=self._coders,
+            on_progress=self.progress,
+            on_commit=self._committed,
+        )
+        self.restorer = Restorer(
+            self.ram,
+            ssd,
+            name="ssd",
+            parallel=self.settings.restore_parallel,
+            adopt=_is_clean,
+            on_damage=self._damaged,
+            on_progress=self.progress,
+            on_restored=self.histograms["restore_seconds"].observe,
+            clock=self._clock,
+        )
+        self.lower.insert(0, Lower("ssd", Where.SSD, ssd, self.restorer))
+        if self._started:
+            self.spiller.start()
+            for block in self.ram.blocks.values():
+                if block.chunk.ref_cnt >= 0:
+                    block.clean = block.meta.key in ssd
+                    if not block.clean:
+                        self.spiller.catch_up(block)
+
+    def attach(self, make: Callable[[TierHost], OuterTier], *, keep: bool = True) -> OuterTier:
+        """Add an outer tier, behind the ones that are there; before ``start``.
+
+        ``keep``: what is fetched from it goes to the SSD as well, as ``settings.spill`` says.
+        """
+        tier = make(TierHost(self.outer.payload, self._clock))
+        restorer = Restorer(
+            self.ram,
+            tier,
+            name=tier.name,
+            parallel=self.settings.restore_parallel,
+            adopt=lambda block: self._fetched(block, keep=keep),
+            on_damage=tier.damaged,
+            on_progress=self.progress,
+            on_restored=self.histograms.setdefault(f"{tier.name}_restore_seconds", Histogram(FAST_SECONDS)).observe,
+            clock=self._clock,
+        )
+        self.outer.tiers.append(tier)
+        self.lower.append(Lower(tier.name, Where.REMOTE, tier, restorer))
+        self._leasing.outer = self.outer.tiers
+        self._leasing.asking = self.outer.asking
+        return tier
 
     # -- life
 
     def start(self) -> None:
-        """Start the writer on the running loop."""
+        """Start the writer, and what the outer tiers do, on the running loop."""
+        self._started = True
+        self.outer.start()
         if self.spiller is not None:
             self.spiller.start()
 
     async def stop(self, progress: Callable[[int], None] | None = None) -> None:
-        """Write what is dirty (``progress`` is told the bytes to go), then close both tiers."""
+        """Write what is dirty (``progress`` is told the bytes to go), then close all tiers."""
         self.closing = self._reservations.closing = True
         self._leasing.stop()
         self.progress()
-        if self.restorer is not None:
-            await self.restorer.stop()
+        for lower in self.lower:
+            await lower.restorer.stop()
+        await self.outer.stop()
         if self.spiller is not None:
             left = -1
             while self.spiller.dirty_blocks and self.spiller.dirty_blocks != left:  # stores that end now add some
@@ -168,25 +217,39 @@ class Store:
         if block is not None:
             if block.chunk.ref_cnt >= 0:
                 return Where.RAM
-            return Where.SSD if block.restoring else Where.PENDING
-        return Where.SSD if self.ssd is not None and key in self.ssd else Where.MISS
+            if not block.restoring:
+                return Where.PENDING
+        lower = self.lower.having(key)
+        if lower is None:
+            return Where.MISS if block is None else Where.SSD
+        return lower.where
+
+    def to_ask_for(self, keys: Sequence[bytes], *, prefix: bool = False) -> list[bytes]:
+        """Those of ``keys`` for which ``find`` would have to ask an outer tier; none where there is no such tier."""
+        return self.outer.to_ask_for(keys, prefix=prefix)
+
+    async def find(self, keys: Sequence[bytes]) -> None:
+        """Ask outer tiers for ``keys`` (what ``to_ask_for`` gave); within their deadlines, whatever the outcome."""
+        await self.outer.find(keys)
 
     def lookup(self, keys: Sequence[bytes], *, prefix: bool = False) -> bytes:
         """One byte of :class:`Where` for each key; with ``prefix`` it ends with the first miss."""
         blocks = self.ram.blocks
-        ssd = self.ssd
+        tiers = [(lower.tier, int(lower.where)) for lower in self.lower]
         found = bytearray()
         for key in keys:
             block = blocks.get(key)
-            if block is not None:
-                found.append(2 if block.chunk.ref_cnt >= 0 else 3 if block.restoring else 1)
-            elif ssd is not None and key in ssd:
-                found.append(3)
-            elif prefix:
-                found.append(0)
-                break
+            if block is not None and not block.restoring:
+                found.append(2 if block.chunk.ref_cnt >= 0 else 1)
+                continue
+            for tier, code in tiers:
+                if key in tier:
+                    found.append(code)
+                    break
             else:
                 found.append(0)
+                if prefix:
+                    break
         return bytes(found)
 
     # -- loading
@@ -305,6 +368,7 @@ class Store:
             self.counts[block.meta.namespace, "stored_bytes"] += block.meta.nbytes
             if self.spiller is not None:
                 self.spiller.add(block)
+            self.outer.offer(block.meta)
         self._leasing.written(key, block if readable else None)
         return readable
 
@@ -409,6 +473,11 @@ class Store:
             for entry in plan.victims:
                 self.journal.tell("removed", "ssd", entry, "evicted")
 
+    def _fetched(self, block: RamBlock, *, keep: bool) -> None:
+        """A block has come from an outer tier, which will still have it: it may leave RAM unwritten."""
+        if keep and self.spiller is not None and self.spiller.takes(block.meta.nbytes):
+            self.spiller.add(block)
+
     def _is_in_other_tier(self, key: bytes, tier: Tier) -> bool:
         if tier == "ssd":
             return key in self.ram.blocks
@@ -441,11 +510,12 @@ class Store:
         return self._owners.known(owner).reserved_bytes
 
     def nbytes_of(self, key: bytes) -> int | None:
-        """Payload bytes of a block; None when it is in neither tier."""
+        """Payload bytes of a block; None when it is in no tier, as far as is known."""
         block = self.ram.blocks.get(key)
         if block is not None:
             return block.meta.nbytes
-        record = self.ssd.meta(key) if self.ssd is not None else None
+        lower = self.lower.having(key)
+        record = lower.tier.meta(key) if lower is not None else None
         return record.nbytes if record is not None else None
 
     def held(self) -> dict[str, int]:
@@ -458,6 +528,7 @@ class Store:
 
     def register_namespace(self, namespace: bytes, descriptor: Mapping[str, object]) -> None:
         """Know a namespace from now on; the SSD tier writes it down with the next commit."""
+        self.outer.register_namespace(namespace, descriptor)
         if self.ssd is not None:
             self.ssd.register_namespace(namespace, dict(descriptor))
 
@@ -480,3 +551,8 @@ class Store:
         if self.spiller is not None:
             self.spiller.settings = settings.spill
             self.spiller.press()
+
+
+def _is_clean(block: RamBlock) -> None:
+    """A block has come from the SSD: it need not go there again."""
+    block.clean = True

@@ -46,7 +46,8 @@ def drop_clean(store: Store, namespace: bytes) -> int:
 
 
 async def remove(store: Store, keys: Sequence[bytes]) -> int:
-    """Remove blocks by key from both tiers; how many were there."""
+    """Remove blocks by key from all tiers; how many were there. What an outer tier has goes in the background."""
+    store.outer.forget(keys)
     found = set()
     for key in keys:
         block = store.ram.blocks.get(key)
@@ -165,7 +166,7 @@ def listing(
 
 
 def describe(store: Store, key: bytes) -> dict[str, object] | None:
-    """What is known of one block; None when it is in neither tier."""
+    """What is known of one block; None when it is neither in RAM nor on the SSD."""
     block = store.ram.blocks.get(key)
     record = store.ssd.meta(key) if store.ssd is not None else None
     if block is None and record is None:
@@ -181,6 +182,8 @@ def describe(store: Store, key: bytes) -> dict[str, object] | None:
         "ram": block is not None,
         "ssd": record is not None,
     }
+    if store.outer.tiers:
+        row["remote"] = any(key in tier for tier in store.outer.tiers)
     if block is not None:
         row["ref_cnt"] = block.chunk.ref_cnt
         row["chunk_id"] = block.chunk.chunk_id

@@ -14,3 +14,5 @@ class Where(IntEnum):
     RAM = 2
     SSD = 3
     """On the SSD, or on its way from it."""
+    REMOTE = 4
+    """On another machine, as far as is known, or on its way from it."""

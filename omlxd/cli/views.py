@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from omlxd.schema import ClientStats, NamespaceStats, RamStats, RateStats, SsdStats, Stats
+from omlxd.schema import ClientStats, NamespaceStats, RamStats, RateStats, RemoteStats, SsdStats, Stats
 from omlxd.storage.sizes import format_size
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def status(stats: Stats, *, service: str = "", everything: bool = False) -> Rend
     parts: list[RenderableType] = [
         header(stats, service),
         "",
-        tiers(stats["ram"], stats["ssd"]),
+        tiers(stats["ram"], stats["ssd"], stats.get("remote")),
         "",
         rates(stats["rates"]),
     ]
@@ -98,8 +98,8 @@ def header(stats: Stats, service: str = "") -> RenderableType:
     return Group(*lines)
 
 
-def tiers(ram: RamStats, ssd: SsdStats | None) -> RenderableType:
-    """Both tiers: how full, and what is going on in them."""
+def tiers(ram: RamStats, ssd: SsdStats | None, remote: RemoteStats | None = None) -> RenderableType:
+    """All tiers: how full, and what is going on in them."""
     table = plain_table(
         "tier", "", "full", "used", "limit", "blocks", "policy", right=("full", "used", "limit", "blocks")
     )
@@ -128,7 +128,20 @@ def tiers(ram: RamStats, ssd: SsdStats | None) -> RenderableType:
             f"     {format_size(int(ssd['written_per_day']))} written a day{_life(ssd['life_years'])}",
             f"     {ssd['path']}",
         ]
+    if remote is not None:
+        details += remote_lines(remote)
     return Group(table, *(Text(line, style="dim", overflow="fold") for line in details))
+
+
+def remote_lines(remote: RemoteStats) -> list[str]:
+    """The tier that is shared with other machines."""
+    sealed = "sealed" if remote["sealed"] else "not sealed"
+    return [
+        f"remote: {remote['state']}, {remote['url']}, {sealed}; {remote['queue']} blocks wait to be sent, "
+        f"{remote['restoring']} restores now",
+        f"        {format_size(remote['sent_bytes'])} sent, {format_size(remote['fetched_bytes'])} fetched, "
+        f"{format_size(int(remote['link_bytes_per_second']))}/s lately",
+    ]
 
 
 def _life(years: float | None) -> str:
@@ -148,6 +161,8 @@ def rates(windows: Mapping[str, RateStats]) -> Table:
     table.add_row("hit rate", *(f"{v['hit_percent']:.0f} %" if v["hit_percent"] is not None else "-" for v in values))
     table.add_row("blocks from RAM", *(f"{v['hits_ram']:.1f}/s" for v in values))
     table.add_row("blocks from SSD", *(f"{v['hits_ssd']:.1f}/s" for v in values))
+    if any(v.get("hits_remote") for v in values):
+        table.add_row("blocks from afar", *(f"{v.get('hits_remote', 0.0):.1f}/s" for v in values))
     table.add_row("stored", *(f"{format_size(int(v['stored_bytes']))}/s" for v in values))
     table.add_row("spilled", *(f"{format_size(int(v['spilled_bytes']))}/s" for v in values))
     table.add_row("restored", *(f"{format_size(int(v['restored_bytes']))}/s" for v in values))
@@ -156,7 +171,7 @@ def rates(windows: Mapping[str, RateStats]) -> Table:
 
 def hit_share(counts: Mapping[str, int]) -> str:
     """Blocks loaded of blocks asked for."""
-    hits = counts.get("hits_ram", 0) + counts.get("hits_ssd", 0)
+    hits = counts.get("hits_ram", 0) + counts.get("hits_ssd", 0) + counts.get("hits_remote", 0)
     return percent(hits, hits + counts.get("misses", 0))
 
 

@@ -94,6 +94,7 @@ INVALID = [
     ('[models]\nwatch = "perhaps"', "models.watch", "'perhaps'", "boolean"),
     ('[namespace."a/b"]\nmax_share = "130%"', 'namespace."a/b".max_share', "'130%'", "more than 100%"),
     ('[namespace."a/b"]\nmax_shere = "30%"', 'namespace."a/b".max_shere', "'30%'", "max_share"),
+    ('[daemon]\ngroup = "no-such-group-here"', "daemon.group", "'no-such-group-here'", "no such group"),
     ("ram = 3", "ram", "3", "[ram]"),
     ('namespace = "x"', "namespace", "'x'", '[namespace."org/name"]'),
     ("[ram]\nsize = 8GiB", "config.toml", "", "not valid TOML"),
@@ -143,7 +144,7 @@ def test_example_file_is_valid_with_and_without_its_comments(tmp_path: Path) -> 
     lines = example().splitlines()
     settings = [line.removeprefix("# ") for line in lines if line.startswith(("[", "# [")) or " = " in line]
     live = "\n".join(line for line in settings if ":" not in line.split("=")[0])
-    assert set(tomllib.loads(live)) == {"daemon", "ram", "ssd", "metrics", "models", "namespace"}
+    assert set(tomllib.loads(live)) == {"daemon", "ram", "ssd", "remote", "metrics", "models", "namespace"}
     config = load_config(write(tmp_path, live))
     assert dict(config.values()).items() > dict(load_config().values()).items()
 

@@ -43,6 +43,11 @@ def test_every_setting_is_applied_live_or_is_known_to_need_a_restart() -> None:
         "daemon.group",
         "ram.segment",
         "ssd.path",
+        "remote.url",
+        "remote.key_file",
+        "remote.ca_file",
+        "remote.keep",
+        "remote.tier",
         "ssd.durability",
         "ssd.any_filesystem",
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
 from omlxd.storage.blocks import BlockMeta
 from omlxd.storage.remote import RemoteTier
@@ -37,10 +37,14 @@ class Machine:
     def _release(self) -> None:
         self.held -= 1
 
-    def offer(self, metas: Iterable[BlockMeta], *, asked_again: bool = False) -> None:
+    def offer(self, metas: Sequence[BlockMeta], *, asked_again: bool = False) -> None:
         for meta in metas:
             self.blocks[meta.key] = (meta, payload_of(meta.key, meta.nbytes))
-            self.tier.offer(meta, asked_again=asked_again)
+        if asked_again:
+            self.tier.offer_again(list(metas))
+        else:
+            for meta in metas:
+                self.tier.offer(meta)
 
     async def sent(self, blocks: int) -> None:
         await until(lambda: self.tier.counts["written"] >= blocks, f"{blocks} blocks to be sent: {self.tier.stats()}")

@@ -16,8 +16,8 @@ from omlxd.storage.remote_breaker import FAILURES, FIRST_PAUSE, LONGEST_PAUSE, B
 from omlxd.storage.remote_cluster import slots_of_tags
 from omlxd.storage.remote_records import Header, Stranger, cut, pack_header, unpack_header
 from omlxd.storage.remote_seal import Keyed, Plain, Seal, Unsealed, piece_name, read_key_file, tag_of
-from omlxd.storage.remote_server import parse_url
 from omlxd.storage.remote_settings import RemoteSettings
+from omlxd.storage.remote_url import parse_url
 from omlxd.storage.remote_writer import Admission, Allowance
 from tests.storage.ssd_store import NAMESPACE, OTHER, Clock, chain_of
 
@@ -159,7 +159,19 @@ def test_urls(url: str, shown: str, cluster: bool, tls: bool) -> None:
     assert "p@ss" not in repr(target)
 
 
-@pytest.mark.parametrize("url", ["", "host", "http://host", "valkey://", "valkey://h:99999", "valkey+x://h", "valkey://h/x", "valkey+cluster://h/1"])  # fmt: skip
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "host",
+        "http://host",
+        "valkey://",
+        "valkey://h:99999",
+        "valkey+x://h",
+        "valkey://h/x",
+        "valkey+cluster://h/1",
+    ],
+)
 def test_wrong_urls_are_refused(url: str) -> None:
     with pytest.raises(ValueError, match=r"remote\.url: .*(write valkey://|port|after the host)"):
         RemoteSettings.from_options({"url": url})
