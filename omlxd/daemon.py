@@ -32,6 +32,7 @@ from omlxd.storage.ram import RamTier
 from omlxd.storage.sizes import format_size
 from omlxd.storage.spill import SpillSettings, WriteMode
 from omlxd.storage.ssd import SsdTier
+from omlxd.storage.tier import load_tier
 from omlxd.storage.tiers import Store, StoreSettings
 from omlxd.watching import Watcher
 
@@ -125,11 +126,24 @@ class Daemon:
                 listening.close()
 
     def open_store(self, sizes: Sizes) -> Store:
-        """Open both tiers as the configuration says. A store that is broken is moved aside, not an error."""
+        """Open all tiers as the configuration says. A store that is broken is moved aside, not an error."""
         config = self.config
         arena = Arena(sizes.ram, segment_bytes=min(sizes.segment, max(sizes.ram, pages.PAGE_BYTES)))
         ram = RamTier(arena, config.ram.policy)
-        return Store(ram, self._open_ssd(), store_settings(config, sizes), clock=time.monotonic)
+        store = Store(ram, self._open_ssd(), store_settings(config, sizes), clock=time.monotonic)
+        self._attach_remote(store)
+        return store
+
+    def _attach_remote(self, store: Store) -> None:
+        """The tier that is shared with other machines, where one is configured; what keeps it out is said in ``status``."""
+        options = self.config.remote.model_dump()
+        if not options["url"]:
+            return
+        try:
+            make = load_tier(self.config.remote.tier)
+            store.attach(lambda host: make(options, host), keep=self.config.remote.keep)
+        except ValueError as error:
+            self._trouble(f"there is no remote tier: {error}")
 
     def _open_ssd(self) -> SsdTier | None:
         """The SSD tier; None when it is switched off, or when the disk does not let it be opened (then said in ``status``)."""
