@@ -192,6 +192,7 @@ class Store:
         self.closing = self._reservations.closing = True
         self._leasing.stop()
         self.progress()
+        await asyncio.sleep(0)  # whoever waited for room learns that there will be none
         for lower in self.lower:
             await lower.restorer.stop()
         await self.outer.stop()
