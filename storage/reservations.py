@@ -58,6 +58,8 @@ class Reservations:
         self.max_owner_bytes = max_owner_bytes
         self.spiller: Spiller | None = None
         self.closing = False
+        self.waiting = 0
+        """Stores that wait for room."""
         self._ram = ram
         self._owners = owners
         self._ids = ids
@@ -104,8 +106,12 @@ class Reservations:
             if self.spiller is not None:
                 self.spiller.press()
             self._room.clear()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._room.wait(), left)
+            self.waiting += 1
+            try:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._room.wait(), left)
+            finally:
+                self.waiting -= 1
             offer = Offer()
             wanted = self._sort(metas, offer)
             held = [key for key in held if self._ram.is_ready(key)]

@@ -192,7 +192,8 @@ class Store:
         self.closing = self._reservations.closing = True
         self._leasing.stop()
         self.progress()
-        await asyncio.sleep(0)  # whoever waited for room learns that there will be none
+        while self._reservations.waiting:  # they learn that there will be no room
+            await asyncio.sleep(0)
         for lower in self.lower:
             await lower.restorer.stop()
         await self.outer.stop()
