@@ -18,22 +18,23 @@ import psutil
 
 from omlxd.activation import extend_timeout, inherited_sockets, notify
 from omlxd.config import Config
-from omlxd.filesystems import filesystem_of
 from omlxd.listening import Listening, listen_at
 from omlxd.live import Live, Volume
 from omlxd.metrics import MetricsServer
 from omlxd.models import ModelFolders
-from omlxd.paths import PathError, config_path, mark_cache, private_dir, socket_path
+from omlxd.paths import config_path, socket_path
 from omlxd.report import About
 from omlxd.server import Server, ServerSettings
+from omlxd.ssd_opening import NoSsd, announce_trimming, open_ssd
 from omlxd.storage import pages, pressure
 from omlxd.storage.arena import Arena
 from omlxd.storage.ram import RamTier
 from omlxd.storage.sizes import format_size
 from omlxd.storage.spill import SpillSettings, WriteMode
-from omlxd.storage.ssd import SsdTier
+from omlxd.storage.ssd import SsdLocked, SsdTier
 from omlxd.storage.tier import load_tier
 from omlxd.storage.tiers import Store, StoreSettings
+from omlxd.volumes import KnownVolumes
 from omlxd.watching import Watcher
 
 log = logging.getLogger(__name__)
@@ -82,6 +83,7 @@ class Daemon:
         self.about = About(
             config_file=str(config_file or ""), log_level=config.daemon.log_level, codec=config.ssd.codec
         )
+        self._volumes = KnownVolumes()
         self._stop = asyncio.Event()
         self._signals = 0
 
@@ -108,6 +110,7 @@ class Daemon:
             store = self.open_store(sizes)
             server = Server(store, ServerSettings(group=self._group()), on_shutdown=self._stop.set, about=self.about)
             server.adopt_namespaces()
+            self._announce(server)
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self._signalled)
             store.start()
@@ -147,43 +150,45 @@ class Daemon:
 
     def _open_ssd(self) -> SsdTier | None:
         """The SSD tier; None when it is switched off, or when the disk does not let it be opened (then said in ``status``)."""
-        config = self.config
         try:
-            path = private_dir(Path(config.ssd.path).expanduser())
-            volume = shutil.disk_usage(path)
-            self.about.volume = volume.total
-            limit = config.ssd_bytes(volume.total, volume.free + size_on_disk(path))
-            if limit == 0:
-                if config.ssd.size == "auto":
-                    self._trouble(
-                        f"the volume of {path} is too full for an SSD tier: free some space, or set [ssd] size"
-                    )
-                return None
-            filesystem = filesystem_of(path)
-            if filesystem.trouble and not config.ssd.any_filesystem:
-                self._trouble(
-                    f"{path} is on a {filesystem.trouble} file system ({filesystem.kind}), where locks and maps "
-                    "can't be trusted: set [ssd] path to a local disk"
-                )
-                return None
-            mark_cache(path)
-            return SsdTier.open(
-                path,
-                limit=limit,
-                policy=config.ssd.policy,
-                min_free=config.min_free_bytes(volume.total),
-                durability=config.ssd.durability,
-                codec=config.ssd.codec,
-                clock=time.time,
-                free_space=lambda where: shutil.disk_usage(where).free,
-            )
-        except (OSError, PathError) as error:
-            self._trouble(f"the SSD tier could not be opened: {error}; blocks are kept in RAM only")
+            opening = open_ssd(self.config, self._volumes)
+        except NoSsd as error:
+            self._no_ssd(str(error))
             return None
+        if opening is None:
+            return None
+        self.about.volume = opening.volume
+        return opening.tier
 
     def _trouble(self, text: str) -> None:
         log.error("%s", text)
         self.about.troubles = (*self.about.troubles, text)
+
+    def _no_ssd(self, why: str) -> None:
+        if why != self.about.no_ssd:
+            log.error("%s; blocks are kept in RAM only until it can be, which is tried again and again", why)
+        self.about.no_ssd = why
+
+    async def _try_for_ssd(self, server: Server) -> None:
+        """The disk that was not there, or was full, at the start may be well by now."""
+        config = server.live.config if server.live is not None else self.config
+        try:
+            opening = await asyncio.to_thread(open_ssd, config, self._volumes)
+        except (NoSsd, SsdLocked) as error:
+            self._no_ssd(str(error))
+            return
+        if opening is None or server.store.closing:
+            if opening is not None:
+                await asyncio.to_thread(opening.tier.close, False)
+            return
+        self.about.volume, self.about.no_ssd = opening.volume, ""
+        log.info("the SSD tier is there now: %s, %d blocks", opening.tier.path, len(opening.tier))
+        server.attach_ssd(opening.tier)
+        self._announce(server)
+
+    def _announce(self, server: Server) -> None:
+        if server.store.ssd is not None:
+            announce_trimming(server.store.ssd, {info.id: info.model for info in server.namespaces})
 
     def _group(self) -> int | None:
         if not self.config.daemon.group:
@@ -250,6 +255,8 @@ class Daemon:
                 server.store.withdraw_overdue()
                 if server.store.spiller is not None:
                     await server.store.spiller.look_after_disk()
+                elif self.about.no_ssd:
+                    await self._try_for_ssd(server)
             except Exception:
                 # What failed once may work the next time; the daemon must not go on unattended for it.
                 server.counts["internal_errors"] += 1
@@ -270,11 +277,6 @@ class Daemon:
         await store.stop(progress)
         server.close_sessions("the daemon has ended")
         log.info("ended in good order")
-
-
-def size_on_disk(path: Path) -> int:
-    """Bytes that the files directly in ``path`` take on the disk."""
-    return sum(entry.stat().st_blocks * 512 for entry in os.scandir(path) if entry.is_file(follow_symlinks=False))
 
 
 def run(

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from omlxd import explain_verbs, keeping_verbs, operator_verbs
+from omlxd import explain_verbs, keeping_verbs, operator_verbs, ssd_verbs
 from omlxd.exits import ProcessWatch
 from omlxd.history import History
 from omlxd.namespaces import NamespaceInfo, Namespaces
@@ -24,6 +24,8 @@ from omlxd.report import About, Reporter
 from omlxd.session import Session
 from omlxd.storage import upkeep
 from omlxd.storage.arena import Segment
+from omlxd.storage.ssd import SsdTier
+from omlxd.storage.ssd_index import SpaceTotals
 from omlxd.storage.tiers import Store
 from omlxd.subscriptions import Subscriptions
 
@@ -36,6 +38,7 @@ log = logging.getLogger(__name__)
 assert operator_verbs  # importing them registers their verbs
 assert explain_verbs
 assert keeping_verbs
+assert ssd_verbs
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,10 +149,28 @@ class Server:
         if self.store.ssd is not None:
             for space in self.store.ssd.namespaces():
                 if space.descriptor:
-                    info = self.namespaces.add(dict(space.descriptor))
-                    info.recall(space.descriptor)
-                    if why := space.descriptor.get("retired"):
-                        self.retire(info, str(why))
+                    self._adopt(space)
+
+    def _adopt(self, space: SpaceTotals) -> None:
+        info = self.namespaces.add(dict(space.descriptor))
+        info.recall(space.descriptor)
+        if why := space.descriptor.get("retired"):
+            self.retire(info, str(why))
+
+    def attach_ssd(self, tier: SsdTier) -> None:
+        """Use an SSD tier that was opened while clients were served already: what they registered goes there as well."""
+        served = list(self.namespaces)
+        self.store.adopt_ssd(tier)
+        for space in tier.namespaces():
+            if space.descriptor and all(info.id != space.id for info in served):
+                self._adopt(space)
+        for info in served:
+            self.write_down(info)
+            if info.retired:
+                tier.retire(info.id, True)
+        if self.live is not None:
+            for info in self.namespaces:
+                self.live.apply_rules_to(info)
 
     def _segment_changed(self, segment: Segment, added: bool) -> None:
         if not added:

@@ -13,6 +13,7 @@ from pathlib import Path
 from omlxd.config import Config
 from omlxd.filesystems import filesystem_of
 from omlxd.paths import PathError, mark_cache, private_dir
+from omlxd.storage.environment import DATA_NAME
 from omlxd.storage.sizes import format_size
 from omlxd.storage.ssd import MIN_LIMIT, SsdError, SsdLocked, SsdTier
 from omlxd.volumes import KnownVolumes
@@ -84,6 +85,30 @@ def _open(config: Config, path: Path, volumes: KnownVolumes) -> Opening:
     )
     volumes.remember(path)
     return Opening(tier, total)
+
+
+def open_stopped(config: Config) -> SsdTier:
+    """Open the store of a daemon that does not run, with room for all that is in it: nothing leaves for the limit.
+
+    Raises NoSsd (there is none, or the disk), SsdLocked.
+    """
+    path = Path(config.ssd.path).expanduser()
+    if not (path / DATA_NAME).exists():
+        raise NoSsd(f"there is no store in {path}")
+    try:
+        used = size_on_disk(path)
+        return SsdTier.open(
+            path,
+            limit=max(MIN_LIMIT, limit_of(config, path), used + used // 8 + MIN_LIMIT),
+            policy=config.ssd.policy,
+            min_free=0,
+            durability=config.ssd.durability,
+            codec=config.ssd.codec,
+            clock=time.time,
+            free_space=free_space,
+        )
+    except OSError as error:
+        raise NoSsd(f"the store in {path} could not be opened: {error}") from error
 
 
 def announce_trimming(tier: SsdTier, models: Mapping[bytes, str]) -> None:

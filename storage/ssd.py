@@ -391,6 +391,16 @@ class SsdTier:
         return self._ledger.room.allocated_bytes + self._ledger.room.other_bytes
 
     @property
+    def file_bytes(self) -> int:
+        """Loop. What the data file takes on the disk."""
+        return self._ledger.room.allocated_bytes
+
+    @property
+    def live_bytes(self) -> int:
+        """Loop. What of it is in use, trees included."""
+        return self._ledger.room.pages.live * self._ledger.room.page_bytes
+
+    @property
     def over_limit_bytes(self) -> int:
         """Loop. What has to leave for the limit as it is; 0 when nothing has to."""
         return self._ledger.room.over_pages * self._ledger.room.page_bytes
@@ -410,7 +420,7 @@ class SsdTier:
             "limit": room.limit,
             "min_free": room.min_free,
             "allowed_bytes": room.allowed_bytes + room.other_bytes,
-            "live_bytes": room.pages.live * page_bytes,
+            "live_bytes": self.live_bytes,
             "free_page_bytes": (room.pages.total - room.pages.live) * page_bytes,
             "other_bytes": room.other_bytes,
             "over_limit_bytes": self.over_limit_bytes,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from keyword import iskeyword
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,13 @@ SECTIONS: dict[str, dict[str, str]] = {
         "get": "payloads",
         "put": "payloads",
     },
+    "The store on the SSD": {
+        "gc": "ssd",
+        "verify": "ssd",
+        "compact": "ssd",
+        "export": "ssd",
+        "import": "ssd",
+    },
     "More": {
         "completion": "completion",
     },
@@ -61,7 +69,8 @@ class Group(click.Group):
         module = MODULES.get(cmd_name)
         if module is None:
             return None
-        command = getattr(import_module(f"omlxd.cli.{module}"), cmd_name)
+        function = f"{cmd_name}_" if iskeyword(cmd_name) else cmd_name
+        command = getattr(import_module(f"omlxd.cli.{module}"), function)
         assert isinstance(command, click.Command)
         return command
 
