@@ -27,6 +27,8 @@ __all__ = ["DEFAULT_SEGMENT_BYTES", "Arena", "Extent", "Segment", "Trial"]
 log = logging.getLogger(__name__)
 
 DEFAULT_SEGMENT_BYTES = 1 << 30
+READY_BYTES = 16 << 20
+"""What is made present ahead in one step."""
 STEP_BYTES = 64 << 20
 """What is given back at most in one step: about 20 ms."""
 
@@ -202,6 +204,8 @@ class Arena:
                     return trimmed
                 pages.punch(segment.memory[offset : offset + nbytes])
                 segment.extents.forget_touched(offset)
+                if offset + nbytes == segment.nbytes:
+                    segment.readied = min(segment.readied, offset)
                 trimmed += nbytes
         return trimmed
 
@@ -222,6 +226,26 @@ class Arena:
             and self._reserved > self._budget
             and any(segment.extents.touched_holes() for segment in self.segments.values())
         )
+
+    def take_cold(self, ahead: int) -> memoryview | None:
+        """Return a run of memory that new blocks will get before long and that was never used, to be made present.
+
+        A step of what is missing to ``ahead`` bytes behind the last block of a segment; None when nothing is, or the budget
+        was lowered. Makes the first segment. Each run is returned once.
+        """
+        if self._reserved > self._budget or (not self.segments and self._new_segment(self.page_bytes) is None):
+            return None
+        for segment in self.segments.values():
+            tail = segment.extents.hole_ending_at(segment.nbytes)
+            if tail is None:
+                continue
+            start = max(tail, segment.readied)
+            end = min(tail + ahead, segment.nbytes, start + READY_BYTES) // self.page_bytes * self.page_bytes
+            if start < end:
+                segment.readied = end
+                segment.extents.suspect(tail)
+                return segment.memory[start:end]
+        return None
 
     def look_for_strays(self) -> None:
         """Find memory behind free extents: an engine that touches what it does not hold any more takes it back from the system.

@@ -98,6 +98,10 @@ class ExtentAllocator:
             end += after
         self._add_hole(start, end - start, touched=True)
 
+    def suspect(self, offset: int) -> None:
+        """Note that the hole at ``offset`` may have memory behind it."""
+        self._touched.add(offset)
+
     def suspect_all(self) -> None:
         """Note that any hole may have memory behind it: somebody else has touched some."""
         self._touched.update(self._holes)

@@ -19,10 +19,12 @@ from omlxd.storage.extents import ExtentAllocator
 class Segment:
     """One piece of shared memory; ``id``, ``fd`` and ``nbytes`` are what a client needs to map it."""
 
-    __slots__ = ("extents", "fd", "id", "memory", "nbytes")
+    __slots__ = ("extents", "fd", "id", "memory", "nbytes", "readied")
 
     def __init__(self, segment_id: int, nbytes: int) -> None:
         self.id = segment_id
+        self.readied = 0
+        """Bytes from the start that were made present ahead, or used: none of them needs to be made so again."""
         self.nbytes = nbytes
         self.fd = open_shared_memory(nbytes)
         try:

@@ -25,6 +25,7 @@ from omlxd.storage.lower import Lower, Lowers
 from omlxd.storage.outer import Outer
 from omlxd.storage.owners import Owners, Seizure, UnknownId
 from omlxd.storage.ram import RamBlock, RamTier
+from omlxd.storage.readying import Readying
 from omlxd.storage.reservations import Offer, Reservations, Reserved
 from omlxd.storage.restore import Restorer
 from omlxd.storage.spill import Spiller, SpillSettings
@@ -110,6 +111,7 @@ class Store:
         self._writer = ThreadPoolExecutor(1, "omlxd-writer")
         self._coders = ThreadPoolExecutor(2, "omlxd-coder")
         ram.on_removed = self._removed
+        self._readying = Readying(ram.arena)
         self.elastic = Elastic(ram, press=self._press, clock=clock)
         self.spiller: Spiller | None = None
         self.lower = Lowers()
@@ -208,6 +210,7 @@ class Store:
             await asyncio.get_running_loop().run_in_executor(self._writer, self.ssd.close)
         self._writer.shutdown(wait=True)
         self._closed = True
+        self._readying.stop()
         await self.elastic.stop()
         self.ram.arena.close()
 
@@ -342,6 +345,8 @@ class Store:
             owner, ancestors, metas, block_tokens=block_tokens, timeout=timeout
         )
         self._leasing.note_use(held, ctx)
+        if offer.reserved:
+            self._readying.go_on()
         if metas:
             namespace = metas[0].namespace
             self.counts[namespace, "store_present"] += offer.present
@@ -530,6 +535,7 @@ class Store:
 
     def register_namespace(self, namespace: bytes, descriptor: Mapping[str, object]) -> None:
         """Know a namespace from now on; the SSD tier writes it down with the next commit."""
+        self._readying.go_on()
         self.outer.register_namespace(namespace, descriptor)
         if self.ssd is not None:
             self.ssd.register_namespace(namespace, dict(descriptor))
