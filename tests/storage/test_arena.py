@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from omlxd.storage.arena import Arena, Extent, Segment
-from omlxd.storage.pages import PAGE_BYTES, can_punch, punch, round_up
+from omlxd.storage.pages import PAGE_BYTES, can_punch, populate, punch, round_up
 from omlxd.storage.segments import open_shared_memory, unlinked_shared_memory
 
 MIB = 1 << 20
@@ -491,3 +491,39 @@ class AgainstAList(RuleBasedStateMachine):
 
 TestAgainstAList = AgainstAList.TestCase
 TestAgainstAList.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_memory_ahead_of_the_next_blocks_is_named_once_and_only_what_is_missing() -> None:
+    arena = Arena(64 * MIB, segment_bytes=64 * MIB)
+    first = arena.take_cold(24 * MIB)
+    second = arena.take_cold(24 * MIB)
+    assert first is not None
+    assert second is not None
+    assert len(first) + len(second) == 24 * MIB
+    assert arena.take_cold(24 * MIB) is None, "as much as was asked for is there"
+    extent = arena.allocate(10 * MIB)
+    assert extent is not None
+    assert extent.offset == 0, "what was made ready is used first"
+    third = arena.take_cold(24 * MIB)
+    assert third is not None
+    assert len(third) == 10 * MIB
+    arena.resize(10 * MIB)
+    assert arena.take_cold(24 * MIB) is None, "not while the budget is lower than what there is"
+    arena.close()
+
+
+@linux
+def test_memory_made_ready_goes_back_with_the_rest() -> None:
+    arena = Arena(64 * MIB, segment_bytes=64 * MIB)
+    extent = arena.allocate(MIB)
+    run = arena.take_cold(16 * MIB)
+    assert extent is not None
+    assert run is not None
+    assert populate(run, write=True)
+    assert arena.resident >= 16 * MIB
+    arena.trim()
+    assert arena.resident <= MIB
+    again = arena.take_cold(16 * MIB)
+    assert again is not None
+    assert len(again) == len(run)
+    arena.close()
