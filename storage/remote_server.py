@@ -55,7 +55,7 @@ class Patience:
 
     ask: float
     """For headers."""
-    move: float = 2.0
+    move: float = 1.0
     """For pieces, either way."""
     connect: float = 1.0
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.storage.far_host import FarHost
+
 BINARY = shutil.which("valkey-server") or shutil.which("redis-server")
 INSTALL = "needs valkey-server or redis-server: apt-get install redis-server (Debian), brew install valkey (macOS)"
 PATIENCE = 20.0
@@ -39,7 +41,10 @@ def wait_until(condition, what: str, seconds: float = PATIENCE) -> None:  # type
 class ValkeyServer:
     """One process. ``options`` as on its command line, without dashes: ``maxmemory="20mb"``."""
 
-    def __init__(self, folder: Path, *, port: int | None = None, **options: str) -> None:
+    def __init__(self, folder: Path, *, port: int | None = None, host: FarHost | None = None, **options: str) -> None:
+        """``host``: where it runs; None: here, on loopback."""
+        self.host = host
+        self.address = host.address if host is not None else "127.0.0.1"
         self.folder = folder
         self.port = port or free_port()
         self.options = options
@@ -48,28 +53,36 @@ class ValkeyServer:
 
     @property
     def url(self) -> str:
-        return f"valkey://127.0.0.1:{self.port}"
+        return f"valkey://{self.address}:{self.port}"
 
     def start(self) -> None:
         if BINARY is None:
             pytest.skip(INSTALL)
-        options = {"port": str(self.port), "bind": "127.0.0.1", "save": "", "appendonly": "no", **self.options}
+        options = {
+            "port": str(self.port),
+            "bind": self.address,
+            "protected-mode": "no",
+            "save": "",
+            "appendonly": "no",
+            **self.options,
+        }
         options["dir"] = str(self.folder)
         words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)]
         with (self.folder / "log").open("ab") as log:
-            self.process = subprocess.Popen([BINARY, *words], stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+            command = [BINARY, *words] if self.host is None else self.host.command(BINARY, *words)
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
         wait_until(self._listens, f"the server at {self.port}: {(self.folder / 'log').read_text()[-2000:]}")
 
     def _listens(self) -> bool:
         assert self.process is not None
         assert self.process.poll() is None, (self.folder / "log").read_text()[-2000:]
         with socket.socket() as probe:
-            return probe.connect_ex(("127.0.0.1", self.port)) == 0
+            return probe.connect_ex((self.address, self.port)) == 0
 
     def client(self, **options: object):  # type: ignore[no-untyped-def]
         import valkey
 
-        return valkey.Valkey(port=self.port, **options)  # type: ignore[arg-type]
+        return valkey.Valkey(self.address, self.port, **options)  # type: ignore[arg-type]
 
     def pause(self) -> None:
         """It stays connected and does not answer."""
@@ -89,9 +102,9 @@ class ValkeyServer:
 
 
 @contextlib.contextmanager
-def running(folder: Path, **options: str) -> Iterator[ValkeyServer]:
+def running(folder: Path, *, host: FarHost | None = None, **options: str) -> Iterator[ValkeyServer]:
     """A server for the length of a block."""
-    server = ValkeyServer(folder, **options)
+    server = ValkeyServer(folder, host=host, **options)
     server.start()
     try:
         yield server
