@@ -32,6 +32,7 @@ from omlxd.operations import (
     GRACE_SECONDS,
     Ask,
     Operation,
+    Question,
     Ranges,
     SpaceCore,
     Work,
@@ -233,6 +234,13 @@ class Cache:
             link.holding.warmer.ahead(link.holding.segments)
         return handle
 
+    async def _ask(self, space: SpaceCore, question: Question[T]) -> T:
+        """One request, and what its answer says."""
+        link = await self._current()
+        question.fields["ns"] = await self._handle(link, space)
+        patience = question.timeout + GRACE_SECONDS if question.timeout else self._timeout
+        return question.read(await link.ask(question.verb, question.fields, patience))
+
     async def _run(self, make: Callable[[AsyncLink], Operation[T]]) -> T:
         """Run an operation's steps on the current link."""
         link = await self._current()
@@ -336,11 +344,11 @@ class Space(SpaceCore):
 
     async def match_keys(self, hashes: Sequence[bytes], *, prefetch: bool = False) -> Hit:
         """As :meth:`match`, for chain hashes of your own."""
-        return await self._cache._run(lambda _: operations.match(self, hashes, prefetch))
+        return await self._cache._ask(self, operations.match(self, hashes, prefetch))
 
     async def lookup_keys(self, hashes: Sequence[bytes]) -> list[bool]:
         """For each hash: could its block be loaded now? One round trip."""
-        return await self._cache._run(lambda _: operations.lookup(self, hashes))
+        return await self._cache._ask(self, operations.lookup(hashes))
 
     def load_keys(
         self,
@@ -379,11 +387,11 @@ class Space(SpaceCore):
 
     async def get(self, chain_hash: bytes, *, timeout: float = DEFAULT_LOAD_SECONDS) -> bytes | None:
         """One block's payload as bytes through the socket; None when it can't be had."""
-        return await self._cache._run(lambda _: operations.get(self, chain_hash, timeout))
+        return await self._cache._ask(self, operations.get(chain_hash, timeout))
 
     async def put(self, chain_hash: bytes, payload: bytes, *, parent: bytes | None = None, position: int = 0) -> bool:
         """Store one block through the socket; is it in the cache now?"""
-        return await self._cache._run(lambda _: operations.put(self, chain_hash, payload, parent, position))
+        return await self._cache._ask(self, operations.put(chain_hash, payload, parent, position))
 
     async def touch(self, tokens: Tokens) -> None:
         """Say that this engine used its own copy of the blocks of ``tokens``, so that the daemon keeps them young."""

@@ -25,6 +25,7 @@ from omlxd.operations import (
     GRACE_SECONDS,
     Ask,
     Operation,
+    Question,
     Ranges,
     SpaceCore,
     Work,
@@ -236,6 +237,13 @@ class Cache:
             link.holding.warmer.ahead(link.holding.segments)
         return handle
 
+    def _ask(self, space: SpaceCore, question: Question[T]) -> T:
+        """One request, and what its answer says."""
+        link = self._current()
+        question.fields["ns"] = self._handle(link, space)
+        patience = question.timeout + GRACE_SECONDS if question.timeout else self._timeout
+        return question.read(link.ask(question.verb, question.fields, patience))
+
     def _run(self, make: Callable[[Link], Operation[T]]) -> T:
         """Run an operation's steps on the current link."""
         link = self._current()
@@ -335,11 +343,11 @@ class Space(SpaceCore):
 
     def match_keys(self, hashes: Sequence[bytes], *, prefetch: bool = False) -> Hit:
         """As :meth:`match`, for chain hashes of your own."""
-        return self._cache._run(lambda _: operations.match(self, hashes, prefetch))
+        return self._cache._ask(self, operations.match(self, hashes, prefetch))
 
     def lookup_keys(self, hashes: Sequence[bytes]) -> list[bool]:
         """For each hash: could its block be loaded now? One round trip."""
-        return self._cache._run(lambda _: operations.lookup(self, hashes))
+        return self._cache._ask(self, operations.lookup(hashes))
 
     def load_keys(
         self,
@@ -374,11 +382,11 @@ class Space(SpaceCore):
 
     def get(self, chain_hash: bytes, *, timeout: float = DEFAULT_LOAD_SECONDS) -> bytes | None:
         """One block's payload as bytes through the socket; None when it can't be had."""
-        return self._cache._run(lambda _: operations.get(self, chain_hash, timeout))
+        return self._cache._ask(self, operations.get(chain_hash, timeout))
 
     def put(self, chain_hash: bytes, payload: bytes, *, parent: bytes | None = None, position: int = 0) -> bool:
         """Store one block through the socket; is it in the cache now?"""
-        return self._cache._run(lambda _: operations.put(self, chain_hash, payload, parent, position))
+        return self._cache._ask(self, operations.put(chain_hash, payload, parent, position))
 
     def touch(self, tokens: Tokens) -> None:
         """Say that this engine used its own copy of the blocks of ``tokens``, so that the daemon keeps them young."""

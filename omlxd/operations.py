@@ -1,14 +1,15 @@
-"""What a client does, step by step, without any I/O.
+"""What a client asks and does, step by step, without any I/O.
 
-Each operation is a generator: it yields what is to be asked and is sent the answer, so the blocking and the asyncio
-client run the same steps. An operation that is refused gets the error thrown in where it asked.
+What takes one request is a :class:`Question`. What takes more is a generator: it yields what is to be asked and is sent
+the answer, so the blocking and the asyncio client run the same steps. An operation that is refused gets the error
+thrown in where it asked.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeAlias, TypeVar
 
 from omlxd.errors import OmlxdError
 from omlxd.protocol import Message
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     Payload = bytes | bytearray | memoryview | Sequence[mx.array | None]
 
 MISS, PENDING, RAM, SSD, REMOTE = range(5)
+_PENDING = bytes([PENDING])
 DEFAULT_LOAD_SECONDS = 30.0
 DEFAULT_STORE_SECONDS = 2.0
 GRACE_SECONDS = 1.0
@@ -45,6 +47,19 @@ class Ask:
     space: SpaceCore | None = None
     timeout: float = 0.0
     """Seconds that the daemon itself may take; the client's own patience comes on top."""
+
+
+@dataclass(slots=True)
+class Question(Generic[T]):
+    """One request about a namespace whose answer is all there is to it."""
+
+    verb: str
+    fields: Message
+    """Without the namespace, which is the connection's to name."""
+    read: Callable[[Message], T]
+    """What the answer's body says."""
+    timeout: float = 0.0
+    """As of :class:`Ask`."""
 
 
 @dataclass(slots=True)
@@ -131,34 +146,29 @@ def pack_keys(hashes: Sequence[bytes]) -> bytes:
     return HEAD_GROUP.join(hashes) + HEAD_GROUP if hashes else b""
 
 
-def match(space: SpaceCore, hashes: Sequence[bytes], prefetch: bool = False) -> Operation[Hit]:
+def match(space: SpaceCore, hashes: Sequence[bytes], prefetch: bool = False) -> Question[Hit]:
     """How long a prefix could be restored."""
-    if not hashes:
-        return Hit(0, 0, 0, 0, 0)
-    answer = yield Ask("lookup", {"keys": pack_keys(hashes), "prefix": True, "prefetch": prefetch}, space)
-    where: bytes = answer["where"]
-    ram = ssd = remote = pending = 0
-    for code in where:
-        if code == PENDING:
-            pending += 1
-        elif pending or code == MISS:
-            break
-        elif code == RAM:
-            ram += 1
-        elif code == REMOTE:
-            remote += 1
-        else:
-            ssd += 1
-    blocks = ram + ssd + remote
-    return Hit(blocks * space.block_tokens, blocks, ram, ssd, pending, remote)
+
+    def read(answer: Message) -> Hit:
+        where: bytes = answer["where"]
+        found = where.find(MISS)
+        prefix = where if found < 0 else where[:found]
+        storing = prefix.find(PENDING)
+        pending = 0
+        if storing >= 0:
+            behind = prefix[storing:]
+            pending = len(behind) - len(behind.lstrip(_PENDING))
+            prefix = prefix[:storing]
+        blocks, ram = len(prefix), prefix.count(RAM)
+        remote = prefix.count(REMOTE) if ram < blocks else 0
+        return Hit(blocks * space.block_tokens, blocks, ram, blocks - ram - remote, pending, remote)
+
+    return Question("lookup", {"keys": pack_keys(hashes), "prefix": True, "prefetch": prefetch}, read)
 
 
-def lookup(space: SpaceCore, hashes: Sequence[bytes]) -> Operation[list[bool]]:
+def lookup(hashes: Sequence[bytes]) -> Question[list[bool]]:
     """For each hash: can its block be loaded?"""
-    if not hashes:
-        return []
-    answer = yield Ask("lookup", {"keys": pack_keys(hashes)}, space)
-    return [code >= RAM for code in answer["where"]]
+    return Question("lookup", {"keys": pack_keys(hashes)}, lambda answer: [code >= RAM for code in answer["where"]])
 
 
 def load_fields(hashes: Sequence[bytes], mode: str, timeout: float, prefill_tokens_per_s: float | None) -> Message:
@@ -169,22 +179,24 @@ def load_fields(hashes: Sequence[bytes], mode: str, timeout: float, prefill_toke
     return fields
 
 
-def put(space: SpaceCore, chain_hash: bytes, payload: bytes, parent: bytes | None, position: int) -> Operation[bool]:
+def put(chain_hash: bytes, payload: bytes, parent: bytes | None, position: int) -> Question[bool]:
     """Store one block with its payload inline: for small blocks and clients that can't map memory."""
     fields: Message = {"keys": pack_keys([chain_hash]), "payload": payload, "position": position}
     if parent is not None:
         fields["parent"] = block_key(parent)
-    answer = yield Ask("put", fields, space)
-    return bool(answer["stored"] or answer["present"])
+    return Question("put", fields, lambda answer: bool(answer["stored"] or answer["present"]))
 
 
-def get(space: SpaceCore, chain_hash: bytes, timeout: float) -> Operation[bytes | None]:
+def get(chain_hash: bytes, timeout: float) -> Question[bytes | None]:
     """One block's payload inline; None when it can't be had."""
-    answer = yield Ask("get", {"keys": pack_keys([chain_hash]), "timeout": timeout}, space, timeout)
-    payload = answer["payload"]
-    if payload is not None and not isinstance(payload, bytes):
-        raise OmlxdError(f"the daemon answered get with {type(payload).__name__}, not bytes")
-    return payload
+
+    def read(answer: Message) -> bytes | None:
+        payload = answer["payload"]
+        if payload is not None and not isinstance(payload, bytes):
+            raise OmlxdError(f"the daemon answered get with {type(payload).__name__}, not bytes")
+        return payload
+
+    return Question("get", {"keys": pack_keys([chain_hash]), "timeout": timeout}, read, timeout)
 
 
 def undo(body: Message) -> tuple[str, Message] | None:
