@@ -68,6 +68,7 @@ class LRUCachePolicy(CachePolicy):
         """Take the next rank; with a context that has a shared one, and a position for `key`, that one."""
         if key in self._chunks:
             self._leave_place(key)
+            self._tidy()
         self._chunks[key] = chunk
         if req_context is not None and key in req_context.positions:
             group = self._group_of(req_context)
@@ -140,8 +141,7 @@ class LRUCachePolicy(CachePolicy):
         group.seen = seen
         if not met:
             self._num_places += len(keys)
-            if self._num_places > 2 * len(shared) + _SLACK:
-                self._prune_groups()
+        self._tidy()
 
     def _live_places(self, group: _Group) -> list[_Place]:
         shared = self._shared
@@ -194,9 +194,6 @@ class LRUCachePolicy(CachePolicy):
             self._push(place)
 
     def _push(self, place: _Place) -> None:
-        if len(self._heap) > 2 * len(self._heaped) + _SLACK:
-            self._heap[:] = self._heaped.values()
-            heapify(self._heap)
         self._heaped[place[3]] = place
         heappush(self._heap, place)
 
@@ -259,6 +256,7 @@ class LRUCachePolicy(CachePolicy):
                     continue
             else:
                 self._put_back(taken)
+                self._tidy()
                 return None
             victims.append((key, chunk))
             if enough is not None and enough(key, chunk):
@@ -279,15 +277,16 @@ class LRUCachePolicy(CachePolicy):
                 self._push(place)
 
     def _tidy(self) -> None:
-        """Keep the log shorter than twice the resident keys."""
-        if len(self._log_keys) > 2 * len(self._rank) + _SLACK:
-            ranks = self._rank
+        """Keep log, heap and groups no longer than twice the resident keys."""
+        most = 2 * len(self._rank) + _SLACK
+        if len(self._heap) > most:
+            self._heap[:] = self._heaped.values()
+            heapify(self._heap)
+        if len(self._log_keys) > most or self._num_places > most:
             self._prune_groups()
-            live = [
-                (key, rank)
-                for key, rank in zip(self._log_keys[self._head :], self._log_ranks[self._head :], strict=True)
-                if ranks.get(key) == rank or rank in self._groups
-            ]
+            ranks, groups = self._rank, self._groups
+            entries = zip(self._log_keys[self._head :], self._log_ranks[self._head :], strict=True)
+            live = [(key, rank) for key, rank in entries if ranks.get(key) == rank or rank in groups]
             self._log_keys = [key for key, _ in live]
             self._log_ranks = [rank for _, rank in live]
             self._head = 0

@@ -152,11 +152,13 @@ class LRUMachine(RuleBasedStateMachine):
     def same_order_in_bounded_memory(self) -> None:
         LRUMachine.steps += 1
         assert list(self.policy.chunks()) == self.model.order()
-        bound = 2 * len(self.model.entries) + SLACK + 2
-        assert len(self.policy._log_keys) == len(self.policy._log_ranks) <= bound + 1
-        assert len(self.policy._heap) <= bound + len(self.model.entries)
+        residents = len(self.model.entries)
+        bound = 2 * residents + SLACK
+        assert len(self.policy._log_keys) == len(self.policy._log_ranks) <= bound
+        assert len(self.policy._heap) <= bound + residents
         places = sum(len(group.places) for group in self.policy._groups.values())
         assert places == self.policy._num_places <= bound
+        assert len(self.policy._groups) <= bound
         for extra in (self.policy._shared, self.policy._out, self.policy._heaped):
             assert set(extra) <= set(self.model.entries)
 
