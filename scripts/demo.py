@@ -121,6 +121,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="A prompt is computed once, then restored from RAM and from the SSD.")
     parser.add_argument("--json", action="store_true", help="figures as JSON on stdout; progress stays on stderr")
     parser.add_argument("--chat", action="store_true", help="a conversation through mlx-lm's server instead")
+    parser.add_argument("--two-machines", action="store_true", help="two daemons, and a Valkey server between them")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="with --chat: where the plot goes (default: docs/)")
     arguments = parser.parse_args()
     progress = Console(stderr=True)
@@ -128,6 +129,10 @@ def main() -> int:
         from scripts import demo_chat
 
         return demo_chat.main(as_json=arguments.json, plot_path=arguments.plot, progress=progress)
+    if arguments.two_machines:
+        from scripts import demo_two_machines
+
+        return demo_two_machines.main(as_json=arguments.json, progress=progress)
     runs = run_all(progress)
     if arguments.json:
         figures: dict[str, object] = {
