@@ -256,7 +256,7 @@ class Config(Section):
     @property
     def ssd_is_off(self) -> bool:
         """Is there to be no SSD tier, on whatever machine?"""
-        return parse_size(self.ssd.size, total=100, auto=1) == 0
+        return parse_size(self.ssd.size, total=_ANY, auto=1) == 0
 
     def min_free_bytes(self, volume: int) -> int:
         """Bytes of the volume that are left alone."""

@@ -164,6 +164,8 @@ class Spiller:
         what it did not take is parked then.
         """
         self._draining += 1
+        if self._ssd.writable:
+            self._unpark()
         self._wake.set()
         try:
             waiting = {key: block.meta.nbytes for key, (block, _) in self._dirty.items()}
