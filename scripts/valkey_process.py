@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
@@ -50,9 +51,21 @@ class ValkeyProcess:
                 raise SystemExit(f"the server did not start at {self.address}:{self.port}")
             time.sleep(0.02)
 
+    def pause(self) -> None:
+        """It stays connected and does not answer."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """After ``pause``."""
+        self._process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._process.kill()
+        self._process.wait()
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._process.kill()
-        self._process.wait()
+        self.kill()
         self._folder.cleanup()
