@@ -124,9 +124,9 @@ def tiers(ram: RamStats, ssd: SsdStats | None, remote: RemoteStats | None = None
         details += [
             f"SSD: {ssd['state']}, {ssd['mode']}, {ssd['codec']}; {format_size(ssd['dirty_bytes'])} dirty of "
             f"{format_size(ssd['max_dirty'])}, {ssd['queue']} restores now",
-            f"     {format_size(ssd['free'])} free on the volume, {format_size(ssd['min_free'])} of it are left alone",
-            f"     {format_size(int(ssd['written_per_day']))} written a day{_life(ssd['life_years'])}",
-            f"     {ssd['path']}",
+            f"SSD: {format_size(ssd['free'])} free on the volume, {format_size(ssd['min_free'])} of it are left alone",
+            f"SSD: {format_size(int(ssd['written_per_day']))} written a day{_life(ssd['life_years'])}",
+            f"SSD: {ssd['path']}",
         ]
     if remote is not None:
         details += remote_lines(remote)
