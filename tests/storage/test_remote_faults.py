@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import datetime
 import ipaddress
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -14,9 +15,9 @@ import pytest
 from omlxd.storage.remote_cluster import slots_of_tags
 from omlxd.storage.remote_known import Memory
 from omlxd.storage.tier import Missing, Trouble
-from tests.storage.remote_machine import Machine, machine, until
+from tests.storage.remote_machine import PATIENCE, Machine, machine, until
 from tests.storage.ssd_store import chain_of, payload_of
-from tests.storage.valkey_server import ValkeyServer, cluster, free_port, running, wait_until
+from tests.storage.valkey_server import ValkeyServer, cluster, free_port, replica_of, running, wait_until
 
 KIB = 1024
 BRIEF = Memory(present_seconds=60.0, absent_seconds=0.0, unanswered_seconds=0.0)
@@ -420,6 +421,36 @@ def test_a_killed_primary_of_a_cluster_costs_its_blocks_and_no_others(tmp_path: 
                 assert 20 < len(found) < 60
                 for key in found:
                     assert await a.fetch(key) == payload_of(key, 3000)
+
+        asyncio.run(run())
+
+
+def test_a_replica_that_takes_over_is_used_instead_of_its_primary(tmp_path: Path) -> None:
+    with cluster(tmp_path) as servers, replica_of(servers[0], tmp_path / "replica") as replica:
+
+        async def run() -> None:
+            async with machine(f"valkey+cluster://127.0.0.1:{servers[1].port}", memory=BRIEF) as a:
+                await until(lambda: len(a.tier.stats()["nodes"]) == 3, "the map")  # type: ignore[arg-type]
+                await a.well()
+                metas = chain_of("survives", [3000] * 60)
+                a.offer(metas)
+                await a.sent(60)
+                with servers[0].client() as one, replica.client() as two:
+                    await until(lambda: one.dbsize() == two.dbsize() > 0, "the replica to have all")
+                servers[0].kill()
+                keys = [meta.key for meta in metas]
+                served: set[bytes] = set()
+                deadline = time.monotonic() + PATIENCE
+                while len(served) < 60:
+                    assert time.monotonic() < deadline, f"{len(served)} of 60: {a.tier.stats()}"
+                    for key in await a.find([key for key in keys if key not in served]):
+                        if key not in a.tier:
+                            break  # its node has just been found to be gone
+                        with contextlib.suppress(Trouble):
+                            assert await a.fetch(key) == payload_of(key, 3000)
+                            served.add(key)
+                    await asyncio.sleep(0.05)
+                assert f"127.0.0.1:{replica.port}" in str(a.tier.stats()["nodes"])
 
         asyncio.run(run())
 

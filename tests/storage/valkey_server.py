@@ -144,3 +144,22 @@ def cluster(folder: Path, nodes: int = 3) -> Iterator[list[ValkeyServer]]:
     finally:
         for server in servers:
             server.kill()
+
+
+@contextlib.contextmanager
+def replica_of(primary: ValkeyServer, folder: Path) -> Iterator[ValkeyServer]:
+    """A replica of one of a cluster's primaries."""
+    server = ValkeyServer(folder, **primary.options)
+    try:
+        server.start()
+        with server.client() as client, primary.client() as other:
+            node = other.execute_command("CLUSTER MYID")
+            other.execute_command("CONFIG SET", "repl-diskless-sync-delay", "0")
+            client.execute_command("CONFIG SET", "cluster-announce-ip", "127.0.0.1")
+            client.execute_command("CLUSTER MEET", "127.0.0.1", primary.port)
+            wait_until(lambda: client.execute_command("CLUSTER INFO")["cluster_known_nodes"] == "4", "it to know all")
+            client.execute_command("CLUSTER REPLICATE", node)
+            wait_until(lambda: client.info("replication")["master_link_status"] == "up", "its primary's data")
+        yield server
+    finally:
+        server.kill()
