@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from omlxd.policy.base import ChunkStatus
-from omlxd.policy.prefix_model import Features, GroupClass
+from omlxd.policy.prefix_model import AGAIN, FRESH, Features, GroupClass
 
-_LONGEST = 9  # octaves of lengths and gaps
+_LONGEST = 9  # octaves of lengths
 _MOST_LEFTOVER_USES = 3
 
 
@@ -139,20 +139,21 @@ def uses_class(uses: int) -> int:
 
 
 STRETCH, TAIL, LEFTOVER = range(3)
-"""First feature of a class: part of a path; its last block, where engines often put what the next prompt has not;
+"""Second feature of a class: part of a path; its last block, where engines often put what the next prompt has not;
 what a later request left of a group when it took only a part."""
 
 
 def path_features(path: Path, kind: int, uses: int) -> Features:
-    """The class of a stretch of `path`: kind, uses, gap before, length of what was new, length of what was known."""
-    length = max(len(path.nodes), path.expected)
-    return (kind, uses_class(uses), path.gap, octave(length - path.known), octave(path.known))
+    """The class of a stretch of `path`: family, kind, uses, gap before, length of what was new, and of what was known."""
+    new = octave(max(len(path.nodes), path.expected) - path.known)
+    if not path.known:
+        return (FRESH, kind, uses_class(uses), new)
+    return (AGAIN, kind, uses_class(uses), path.gap, new, octave(path.known))
 
 
 def leftover_features(group: Group) -> Features:
     """The class of what is left of `group`."""
-    features = group.group_class.features
-    return (LEFTOVER, features[1] if features[0] == LEFTOVER else min(features[1], _MOST_LEFTOVER_USES))
+    return (FRESH, LEFTOVER, min(group.group_class.features[2], _MOST_LEFTOVER_USES))
 
 
 def stretches(path: Path) -> Iterator[tuple[int, int, int, int]]:

@@ -8,41 +8,48 @@ answers exactly how many blocks of a request LRU would have had.
 from __future__ import annotations
 
 from collections import OrderedDict
+from math import sqrt
 
 from omlxd.policy.prefix_groups import Group
 
-_SLACK_PART = 0.002  # how far behind LRU the policy may fall, as a part of all blocks asked for,
-_SLACK_BLOCKS = 0.1  # and of the capacity
-_CREDIT_PART = 0.02  # how much of a lead it may spend later
+_SLACK_PART = 0.001  # how far behind LRU the policy may fall, as a part of all blocks asked for,
+_SLACK_DEVIATIONS = 1.5  # and beyond that in standard deviations of the sum of the differences
+_CREDIT_PART = 0.02  # how much of a lead it may lose again later, as a part of all blocks asked for
+_HORIZON = 4_000_000  # blocks asked for after which all that was counts half
 
 
 class Guard:
     """Counts hits of the policy and of LRU; `lru_leads` while the policy should do as LRU does.
 
     A policy that has fallen behind by the slack follows LRU until the slack has grown to twice the arrears,
-    that is until twice as many blocks have been asked for; then it tries again. So predictions that never hold
-    cost a bounded part of all hits, whatever the workload.
+    about until twice as many blocks have been asked for; then it tries again. So predictions that never hold
+    cost a bounded part of all hits, whatever the workload. Without the deviations a few long requests, missed
+    early by chance, would silence good predictions for long.
     """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._asked = 0
+        self._asked = 0.0
         self._lead = 0.0
+        self._variance = 0.0
         self._groups: OrderedDict[Group, None] = OrderedDict()  # those of which LRU has something, oldest first
         self._kept = 0
         self.lru_leads = False
 
     def settle(self, asked: int, hits: int, shadow_hits: int) -> None:
         """A request asked for so many blocks; so many leading ones were there, and would have been under LRU."""
+        difference = hits - shadow_hits
         self._asked += asked
-        self._lead = min(self._lead + hits - shadow_hits, self._slack(_CREDIT_PART))
-        if self.lru_leads:
-            self.lru_leads = -2.0 * self._lead > self._slack(_SLACK_PART)
-        else:
-            self.lru_leads = -self._lead > self._slack(_SLACK_PART)
-
-    def _slack(self, part: float) -> float:
-        return part * self._asked + _SLACK_BLOCKS * self._capacity
+        if difference:
+            self._variance += difference * difference
+            self._lead = min(self._lead + difference, _CREDIT_PART * self._asked)
+        if self._lead < 0.0 or self.lru_leads:
+            slack = _SLACK_PART * self._asked + _SLACK_DEVIATIONS * sqrt(self._variance)
+            self.lru_leads = -self._lead > (0.5 * slack if self.lru_leads else slack)
+        if self._asked > _HORIZON:
+            self._asked *= 0.5
+            self._lead *= 0.5
+            self._variance *= 0.25
 
     def used(self, group: Group) -> None:
         """`group` is the latest one: LRU has all of it."""
@@ -75,10 +82,10 @@ class Guard:
                 group.shadow = 0
                 del self._groups[group]
 
-    def state(self) -> tuple[float, float, float]:
+    def state(self) -> tuple[float, float, float, bool]:
         """What must survive a restart; the blocks of LRU do not."""
-        return float(self._asked), self._lead, float(self.lru_leads)
+        return self._asked, self._lead, self._variance, self.lru_leads
 
-    def restore(self, asked: float, lead: float, lru_leads: float) -> None:
+    def restore(self, asked: float, lead: float, variance: float, lru_leads: bool) -> None:
         """Go on from `state`."""
-        self._asked, self._lead, self.lru_leads = int(asked), lead, bool(lru_leads)
+        self._asked, self._lead, self._variance, self.lru_leads = asked, lead, variance, lru_leads

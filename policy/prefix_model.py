@@ -8,7 +8,12 @@ anybody has reached yet look far too hopeful, since hits are seen at once and su
 A class is a tuple of features. Its hazard in a bin is that of its parent class (one feature less) times a
 factor: what happened there and in the neighbouring bins, over what the parent's hazard would have made
 happen, with `_TRUST` imagined events for "as the parent". So a class that has seen little does as its parent
-does, and the root as a prior does whose hazard in each bin falls slowly: least recently used first.
+does, and a root as a prior does whose hazard in each bin falls slowly: least recently used first.
+
+There are two families. Paths that were used before have a rhythm: the next use comes after about as long as
+the last one did. The upper levels of that family therefore count ages as multiples of the gap before the last
+use, so that what was seen of fast conversations is known of slow ones; from the level on that tells gaps
+apart, ages are requests as everywhere else.
 
 What a group is worth is an index in the sense of Gittins (1979): the best ratio, over all horizons, of the
 chance that it is used within the horizon to the time for which it will then have held its room. LHD (Beckmann,
@@ -20,8 +25,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Sequence
 
 Features = tuple[int, ...]
 
@@ -34,8 +38,8 @@ _ROOT_TRUST = 5.0  # imagined groups that speak for the bin before
 _PRIOR = 0.05  # hazard of a bin of which nothing is known
 _FADE = 0.8  # hazard of a bin in terms of the bin before, where nothing else is known
 _CERTAIN = 0.95  # no hazard is higher
-_RENEW_GROWTH = 0.05  # a class is looked at again when it has seen this much more,
-_RENEW_MINIMUM = 2.0  # and at least that many groups more
+_RENEW_GROWTH = 0.05  # a class is looked at again when its counts have grown by this part
+_RENEW_MINIMUM = 4.0  # and by this much
 _FORGET_AT = 50_000.0  # events at which all counts are halved, so that the past weighs less and less
 
 
@@ -49,30 +53,62 @@ def bin_of(age: int) -> int:
     return min(NUM_BINS - 1, age.bit_length())
 
 
-class GroupClass:
-    """What is known of one class: events and entries by bin, the hazard and the worth that follow from them."""
+FRESH, AGAIN = range(2)
+"""First feature, the family: used for the first time, or used before, with a gap as the fourth feature."""
+MOST_GAP = 6
+"""Octaves of gaps that are told apart; of what is longer the exact length says nothing more."""
+_RELATIVE_LEVELS = 3  # of the family AGAIN: itself, by the second feature, by the third
+_GAP = 3  # index of the gap in its features
 
-    __slots__ = ("entries", "events", "features", "hazards", "number", "parent", "queued", "seen", "worths")
+
+class GroupClass:
+    """What is known of one class: events and entries by bin, the hazard and the worth that follow from them.
+
+    A relative class has its bins shifted, so that the gap of each group falls into bin `MOST_GAP`.
+    """
+
+    __slots__ = (
+        "entries",
+        "events",
+        "features",
+        "hazards",
+        "lineage",
+        "number",
+        "parent",
+        "queued",
+        "relative",
+        "renew_at",
+        "shift",
+        "total",
+        "worths",
+    )
 
     def __init__(self, features: Features, parent: GroupClass | None, number: int) -> None:
         self.number = number
         """Order of appearance."""
         self.features = features
         self.parent = parent
-        self.events = array("d", bytes(8 * NUM_BINS))
-        self.entries = array("d", bytes(8 * NUM_BINS))
+        self.relative = features[0] == AGAIN and len(features) <= _RELATIVE_LEVELS
+        bins = NUM_BINS + MOST_GAP if self.relative else NUM_BINS
+        self.events = array("d", bytes(8 * bins))
+        self.entries = array("d", bytes(8 * bins))
         self.hazards: list[float] = []
         self.worths: list[float] = []
-        self.seen = 0.0  # events and entries since the hazards were computed
+        self.total = 0.0  # events and entries,
+        self.renew_at = _RENEW_MINIMUM  # and at how many of them to look again
         self.queued = False
+        self.shift = MOST_GAP - features[_GAP] if features[0] == AGAIN and len(features) > _GAP else 0
+        """Bin of the relative classes above it that stands for its own bin 0."""
+        self.lineage = self._lineage()
+        """Itself and all above it, each with the shift of its bins."""
 
-
-def smooth(values: Sequence[float]) -> list[float]:
-    """Each bin's value plus its neighbours' with weights that fall geometrically."""
-    up = list(accumulate(values, lambda total, value: total * _KERNEL + value))
-    down = list(accumulate(reversed(values), lambda total, value: total * _KERNEL + value))
-    down.reverse()
-    return [a + b - value for a, b, value in zip(up, down, values, strict=True)]
+    def _lineage(self) -> tuple[tuple[GroupClass, int], ...]:
+        levels = []
+        level: GroupClass | None = self
+        while level is not None:
+            levels.append((level, self.shift if level.relative and not self.relative else 0))
+            level = level.parent
+        return tuple(levels)
 
 
 def root_hazards(events: Sequence[float], entries: Sequence[float]) -> list[float]:
@@ -87,13 +123,25 @@ def root_hazards(events: Sequence[float], entries: Sequence[float]) -> list[floa
 
 
 def class_hazards(events: Sequence[float], entries: Sequence[float], parent: Sequence[float]) -> list[float]:
-    """The parent's hazards times what this class did in terms of them, bin by bin."""
-    expected = smooth([entered * hazard for entered, hazard in zip(entries, parent, strict=True)])
-    observed = smooth(events)
-    return [
-        min(_CERTAIN, hazard * (seen + _TRUST) / (likely + _TRUST))
-        for hazard, seen, likely in zip(parent, observed, expected, strict=True)
-    ]
+    """The parent's hazards times what this class did in terms of them, in each bin and its neighbours.
+
+    The neighbours weigh less with their distance, geometrically: one pass upwards, one downwards.
+    """
+    upwards = []
+    seen = likely = 0.0
+    for happened, entered, hazard in zip(events, entries, parent, strict=True):
+        seen = seen * _KERNEL + happened
+        likely = likely * _KERNEL + entered * hazard
+        upwards.append((seen, likely))
+    hazards = [0.0] * len(upwards)
+    seen = likely = 0.0  # of the bins above
+    for index in range(len(upwards) - 1, -1, -1):
+        seen_below, likely_below = upwards[index]
+        hazard = parent[index]
+        hazards[index] = min(_CERTAIN, hazard * (seen_below + seen + _TRUST) / (likely_below + likely + _TRUST))
+        seen = (seen + events[index]) * _KERNEL
+        likely = (likely + entries[index] * hazard) * _KERNEL
+    return hazards
 
 
 def index_of(hazards: Sequence[float]) -> list[float]:
@@ -132,41 +180,33 @@ class SurvivalModel:
         self._classes: dict[Features, GroupClass] = {}
         self._stale: deque[GroupClass] = deque()
         self._weight = 0.0
-        self.root = self._make((), None)
-
-    def _make(self, features: Features, parent: GroupClass | None) -> GroupClass:
-        group_class = self._classes[features] = GroupClass(features, parent, len(self._classes))
-        self._compute(group_class)
-        return group_class
 
     def of(self, features: Features) -> GroupClass:
-        """The class with these features."""
-        group_class = self._classes.get(features)
-        if group_class is None:
-            group_class = self._make(features, self.of(features[:-1]))
-        return group_class
+        """The class with these features, of which the first is the family."""
+        known = self._classes.get(features)
+        if known is None:
+            parent = self.of(features[:-1]) if len(features) > 1 else None
+            known = self._classes[features] = GroupClass(features, parent, len(self._classes))
+            self._compute(known)
+        return known
 
-    def entered(self, group_class: GroupClass, index: int, weight: float = 1.0) -> None:
+    def entered(self, group_class: GroupClass, index: int) -> None:
         """A group of that class has come to the age of bin `index`."""
-        level: GroupClass | None = group_class
-        while level is not None:
-            level.entries[index] += weight
-            level.seen += weight
-            level = level.parent
+        for level, shift in group_class.lineage:
+            level.entries[index + shift] += 1.0
+            level.total += 1.0
         self._maybe_stale(group_class)
 
     def used(self, group_class: GroupClass, index: int, part: float) -> None:
         """`part` (0 to 1) of a group of that class was used at the age of bin `index`."""
         self._weight += part
-        level: GroupClass | None = group_class
-        while level is not None:
-            level.events[index] += part
-            level.seen += part
-            level = level.parent
+        for level, shift in group_class.lineage:
+            level.events[index + shift] += part
+            level.total += part
         self._maybe_stale(group_class)
 
     def _maybe_stale(self, group_class: GroupClass) -> None:
-        if not group_class.queued and group_class.seen > _RENEW_MINIMUM + _RENEW_GROWTH * group_class.entries[0]:
+        if group_class.total > group_class.renew_at and not group_class.queued:
             group_class.queued = True
             self._stale.append(group_class)
 
@@ -185,18 +225,24 @@ class SurvivalModel:
         if parent is None:
             group_class.hazards = root_hazards(group_class.events, group_class.entries)
         else:
-            if parent.seen > _RENEW_MINIMUM + 0.5 * _RENEW_GROWTH * parent.entries[0]:
+            if parent.total > parent.renew_at:
                 self._compute(parent)
-            group_class.hazards = class_hazards(group_class.events, group_class.entries, parent.hazards)
-        group_class.worths = index_of(group_class.hazards)
-        group_class.seen = 0.0
+            above = parent.hazards
+            if parent.relative and not group_class.relative:
+                above = above[group_class.shift : group_class.shift + NUM_BINS]
+            group_class.hazards = class_hazards(group_class.events, group_class.entries, above)
+        if not group_class.relative:
+            group_class.worths = index_of(group_class.hazards)
+        group_class.renew_at = (1.0 + _RENEW_GROWTH) * group_class.total + _RENEW_MINIMUM
 
     def _forget(self) -> None:
         self._weight *= 0.5
         for group_class in self._classes.values():
             for counts in (group_class.events, group_class.entries):
-                for index in range(NUM_BINS):
-                    counts[index] *= 0.5
+                for index, number in enumerate(counts):
+                    counts[index] = 0.5 * number
+            group_class.total *= 0.5
+            group_class.renew_at *= 0.5
 
     def state(self) -> list[list[object]]:
         """All counts, as msgpack can pack them: [features, events, entries] for each class, parents first."""
@@ -214,10 +260,16 @@ class SurvivalModel:
         for item in state:
             features, events, entries = _class_state(item)
             known = model.of(features)
+            if len(events) != len(known.events):
+                raise ValueError(
+                    f"policy state: class {features} has {len(events)} bins instead of {len(known.events)}; "
+                    "discard the state to start without it"
+                )
             known.events, known.entries = events, entries
+            known.total = sum(events) + sum(entries)
         for known in model._classes.values():  # parents come first
             model._compute(known)
-        model._weight = sum(model.root.events)
+        model._weight = sum(sum(known.events) for features, known in model._classes.items() if len(features) == 1)
         return model
 
 
@@ -228,9 +280,8 @@ def _class_state(item: object) -> tuple[Features, array[float], array[float]]:
         counts = array("d", events), array("d", entries)
     except (TypeError, ValueError) as error:
         raise ValueError(f"policy state: {item!r} is no class of groups; discard the state to start without it") from error
-    for numbers in counts:
-        if len(numbers) != NUM_BINS or not all(0.0 <= number < 1e15 for number in numbers):
-            raise ValueError(
-                f"policy state: class {key} has no {NUM_BINS} counts of 0 or more; discard the state to start without it"
-            )
+    if not key or key[0] not in (FRESH, AGAIN) or (len(key) > _GAP and key[0] == AGAIN and not 0 < key[_GAP] <= MOST_GAP):
+        raise ValueError(f"policy state: no class is {key}; discard the state to start without it")
+    if len(counts[0]) != len(counts[1]) or not all(0.0 <= number < 1e15 for numbers in counts for number in numbers):
+        raise ValueError(f"policy state: the counts of class {key} are none; discard the state to start without it")
     return key, *counts

@@ -34,7 +34,7 @@ class PrefixState:
     groups: list[SavedGroup]
     """In the order of use."""
     model: SurvivalModel
-    guard: tuple[float, float, float]
+    guard: tuple[float, float, float, bool]
 
     @classmethod
     def of(cls, history: History) -> PrefixState:
@@ -72,17 +72,18 @@ class PrefixState:
         now = state.get("now")
         if not isinstance(groups, list | tuple) or not isinstance(now, int):
             raise ValueError(f"policy state: 'groups' must be a list and 'now' a number; {_DISCARD}")
-        if not isinstance(guard, list | tuple) or len(guard) != 3 or not all(isinstance(n, int | float) for n in guard):
-            raise ValueError(f"policy state: 'guard' must be three numbers; {_DISCARD}")
+        if not isinstance(guard, list | tuple) or len(guard) != 4 or not all(isinstance(n, int | float) for n in guard):
+            raise ValueError(f"policy state: 'guard' must be three numbers and whether LRU leads; {_DISCARD}")
         saved = [_unpack_group(item, now) for item in groups]
         if any(later.since < earlier.since for earlier, later in zip(saved, saved[1:], strict=False)):
             raise ValueError(f"policy state: 'groups' must be in the order of use; {_DISCARD}")
-        return cls(order, now, saved, SurvivalModel.from_state(state["model"]), (guard[0], guard[1], guard[2]))
+        return cls(order, now, saved, SurvivalModel.from_state(state["model"]), (*guard[:3], bool(guard[3])))
 
     def rebuild(self, capacity: int, residents: Mapping[bytes, ChunkStatus]) -> History:
         """A history with those of `residents` that the groups name."""
         history = History(capacity, self.model)
         history.now = self.now
+        history.guard.restore(*self.guard)
         for saved in self.groups:
             keys = [key for key in dict.fromkeys(saved.keys) if key in residents and key not in history.nodes]
             if not keys:
