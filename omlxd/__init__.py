@@ -56,6 +56,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
+    if name == "aio":
+        return import_module("omlxd.aio")
     try:
         home = _HOME[name]
     except KeyError:
