@@ -44,13 +44,14 @@ from omlxd.storage.ssd_health import look
 from omlxd.storage.ssd_heap import keep_freed_memory
 from omlxd.storage.ssd_index import Entry, SpaceTotals
 from omlxd.storage.ssd_ledger import Ledger
-from omlxd.storage.ssd_load import Opened, boot_id, count_rows, open_store, other_bytes
+from omlxd.storage.ssd_load import Opened, boot_id, open_store, other_bytes
 from omlxd.storage.ssd_maintenance import import_blocks, rewrite
 from omlxd.storage.ssd_payload import get_record, locate, read_ahead
 from omlxd.storage.ssd_plan import CommitOutcome, CommitPlan, Forecast, Health, Quarantined, State
 from omlxd.storage.ssd_reader import Reader
 from omlxd.storage.ssd_records import EncodedBlock, checksum
 from omlxd.storage.ssd_room import LARGEST_GROUP, Room
+from omlxd.storage.ssd_rows import count_rows
 from omlxd.storage.ssd_snapshot import save_state
 from omlxd.storage.ssd_verify import VerifyReport, verify
 from omlxd.storage.ssd_warmup import WarmingPolicy

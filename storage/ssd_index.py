@@ -115,31 +115,32 @@ class Index:
         self.count(entry, 1)
 
     def fill(self, entries: Sequence[Entry]) -> None:
-        """Take in all entries of a store at once; the index must be empty. O(entries)."""
+        """Take in all entries of a store at once, of spaces that are known; the index must be empty. O(entries)."""
         self.entries = known = {entry.key: entry for entry in entries}
-        spaces: dict[int, list[int]] = {}
+        find = known.get
         for entry in entries:
-            totals = spaces.get(id(entry.space))
-            if totals is None:
-                totals = spaces[id(entry.space)] = [0, 0, 0, 0]
-            totals[0] += 1
-            totals[1] += entry.nbytes
-            totals[2] += entry.stored_bytes
-            totals[3] += entry.pages
-            if entry.parent is not None:
-                parent = known.get(entry.parent)
-                if parent is None:
-                    self.waiting.setdefault(entry.parent, {})[entry] = None
-                elif parent.children is None:
-                    parent.children = entry
-                else:
-                    _adopt(parent, entry)
+            if entry.parent is None:
+                continue
+            parent = find(entry.parent)
+            if parent is None:
+                self.waiting.setdefault(entry.parent, {})[entry] = None
+                continue
+            entry.parent = parent.key  # one object for one key
+            if parent.children is None:
+                parent.children = entry
+            else:
+                _adopt(parent, entry)
+        members: dict[int, list[Entry]] = {space.number: [] for space in self.spaces.values()}
+        for entry in entries:
+            members[entry.space.number].append(entry)
         for space in self.spaces.values():
-            blocks, nbytes, stored, pages = spaces.get(id(space), (0, 0, 0, 0))
-            space.blocks, space.nbytes, space.stored_bytes = blocks, nbytes, stored
-            self.nbytes += nbytes
-            self.stored_bytes += stored
-            self.pages += pages
+            mine = members[space.number]
+            space.blocks = len(mine)
+            space.nbytes = sum([entry.nbytes for entry in mine])
+            space.stored_bytes = sum([entry.stored_bytes for entry in mine])
+            self.nbytes += space.nbytes
+            self.stored_bytes += space.stored_bytes
+            self.pages += sum([entry.pages for entry in mine])
 
     def count(self, entry: Entry, sign: int) -> None:
         """Add an entry to the totals, or take it out."""

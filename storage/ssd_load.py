@@ -27,12 +27,13 @@ import psutil
 from omlxd.policy.base import CachePolicy
 from omlxd.storage.environment import COPY_NAME, DATA_NAME, Durability, Environment, trouble
 from omlxd.storage.ssd_ballast import ballast_bytes, lay_ballast
-from omlxd.storage.ssd_commit import COUNTERS, Row, pack_counters, unpack_counters, unpack_row
+from omlxd.storage.ssd_commit import COUNTERS, Row, pack_counters
 from omlxd.storage.ssd_errors import Damaged, DiskTrouble, StoreBroken
-from omlxd.storage.ssd_index import Entry, Index, SpaceTotals
+from omlxd.storage.ssd_index import Entry, Index
 from omlxd.storage.ssd_lock import StoreLock
 from omlxd.storage.ssd_pages import BadFile
-from omlxd.storage.ssd_records import seal, unpack_fields, unseal
+from omlxd.storage.ssd_records import seal, unseal
+from omlxd.storage.ssd_rows import load_counters, load_entries, load_recency, load_spaces
 from omlxd.storage.ssd_space import Pages, count_pages
 from omlxd.storage.ssd_transaction import WriteTransaction
 from omlxd.storage.ssd_warmup import WARM_AT_ONCE, WarmingPolicy
@@ -44,8 +45,6 @@ FAILURES_TO_CHECK = 3
 ASIDE_NAME = "set-aside"
 CLEAN = b"clean"
 _NUMBERS = 1  # msgpack extension: record numbers, 64-bit words
-STATE = b"state"
-"""Key of the policy's state in ``recency``; a 4-byte chunk number follows."""
 
 _CACHEDIR = (
     "Signature: 8a477f597d28d172789f06886806bc55\n"
@@ -154,6 +153,7 @@ def _open(
         raise
     finally:
         if collecting:
+            gc.freeze()  # they live as long as the store: no collection is to look at them
             gc.enable()
     return opened
 
@@ -238,96 +238,25 @@ def _load(
     index = Index()
     unreadable: list[tuple[bytes, str]] = []
     with environment.reading() as txn:
-        counters = _load_counters(txn, environment)
+        counters = load_counters(txn, environment)
         clean = bytes(txn.get(CLEAN, b"", db=environment.meta)) == b"yes"
-        numbers = _load_spaces(txn, environment, index)
-        entries = _load_entries(txn, environment, numbers, unreadable)
-        state, log_of_use = _load_recency(txn, environment)
-    entries.sort(key=_by_number)
+        numbers = load_spaces(txn, environment, index)
+        state, log_of_use = load_recency(txn, environment)
+    entries = load_entries(environment, numbers, unreadable)
     index.fill(entries)
-    residents = dict(index.entries)  # the index changes while a large store's policy is arranged
+    residents = entries[:]  # the index changes while a large store's policy is arranged
 
     def build() -> CachePolicy:
-        return _restore_policy(make_policy(), residents, state, log_of_use)
+        residents.sort(key=_by_number)  # the order of storing
+        return _restore_policy(make_policy(), {entry.key: entry for entry in residents}, state, log_of_use)
 
     policy = build() if len(entries) <= WARM_AT_ONCE else WarmingPolicy(build)
-    next_number = max(counters.get("next_number", 0), entries[-1].chunk_id + 1 if entries else 0)
+    next_number = max([entry.chunk_id + 1 for entry in entries], default=0)
+    next_number = max(next_number, counters.get("next_number", 0))
     return Opened(environment, lock, index, policy, next_number, counters, Pages(0, 0), readonly, clean, "", unreadable)
 
 
 _by_number = attrgetter("chunk_id")
-
-
-def _load_spaces(txn: lmdb.Transaction[memoryview], environment: Environment, index: Index) -> dict[int, SpaceTotals]:
-    for id_, packed in txn.cursor(db=environment.namespaces):
-        try:
-            row = unpack_row(bytes(packed))
-        except Damaged as error:  # its records are found to be of an unknown namespace
-            log.warning("the row of namespace %s cannot be read: %s", bytes(id_).hex()[:16], error)
-            continue
-        index.spaces[bytes(id_)] = SpaceTotals(bytes(id_), row.number, dict(row.descriptor))
-    return {space.number: space for space in index.spaces.values()}
-
-
-def _load_counters(txn: lmdb.Transaction[memoryview], environment: Environment) -> dict[str, int]:
-    packed = txn.get(COUNTERS, db=environment.meta)
-    try:
-        return unpack_counters(None if packed is None else bytes(packed))
-    except Damaged as error:
-        log.warning("the store's counters cannot be read, they begin anew: %s", error)
-        return {}
-
-
-def count_rows(environment: Environment) -> dict[bytes, tuple[int, int, int]]:
-    """The namespaces' totals as they are written down: blocks, payload bytes, stored bytes."""
-    with environment.reading() as txn:
-        rows = {bytes(id_): unpack_row(bytes(packed)) for id_, packed in txn.cursor(db=environment.namespaces)}
-    return {id_: (row.blocks, row.nbytes, row.stored_bytes) for id_, row in rows.items()}
-
-
-def _load_entries(
-    txn: lmdb.Transaction[memoryview],
-    environment: Environment,
-    numbers: dict[int, SpaceTotals],
-    unreadable: list[tuple[bytes, str]],
-) -> list[Entry]:
-    entries: list[Entry] = []
-    keys: dict[bytes, bytes] = {}  # one object for one key, parents included
-    sizes: dict[int, int] = {}  # and for one size
-    pages: dict[int, int] = {}
-    layouts: dict[bytes | None, bytes | None] = {None: None}
-    one_key, one_size, one_layout = keys.setdefault, sizes.setdefault, layouts.setdefault
-    for raw_key, packed in txn.cursor(db=environment.blocks):
-        key = bytes(raw_key)
-        try:
-            _, number, short, nbytes, stored, _, _, _, parent, position, _, layout = unpack_fields(key, bytes(packed))
-            space = numbers[short]
-        except (Damaged, KeyError) as error:
-            unreadable.append((key, str(error) if isinstance(error, Damaged) else f"unknown namespace {error}"))
-            continue
-        taken = pages.get(stored)
-        if taken is None:
-            taken = pages[stored] = environment.pages_of(stored)
-        if parent is not None:
-            parent = one_key(parent, parent)
-        entries.append(
-            Entry(
-                one_key(key, key), number, space, one_size(nbytes, nbytes), one_size(stored, stored),
-                one_size(taken, taken), parent, position, one_layout(layout, layout),
-            )
-        )  # fmt: skip
-    return entries
-
-
-def _load_recency(txn: lmdb.Transaction[memoryview], environment: Environment) -> tuple[bytes, array[int]]:
-    state: list[bytes] = []
-    used = array("Q")
-    for key, value in txn.cursor(db=environment.recency):
-        if bytes(key[: len(STATE)]) == STATE:
-            state.append(bytes(value))
-        else:
-            used.frombytes(value[: len(value) - len(value) % used.itemsize])
-    return b"".join(state), used
 
 
 def _restore_policy(policy: CachePolicy, entries: Mapping[bytes, Entry], state: bytes, used: array[int]) -> CachePolicy:

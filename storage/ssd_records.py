@@ -19,6 +19,8 @@ from omlxd.storage.codec import Buffer
 from omlxd.storage.ssd_errors import Damaged
 
 CHECKSUM_BYTES = 16
+HASH_BYTES = 8
+"""Of a packed record's own hash, in front of it."""
 FIELDS = 12
 
 
@@ -95,8 +97,8 @@ def seal(body: bytes) -> bytes:
 
 def unseal(packed: bytes) -> bytes:
     """The value. Raises ``Damaged`` when it is not what was sealed."""
-    body = packed[8:]
-    if packed[:8] != xxhash.xxh3_64_digest(body)[::-1]:
+    body = packed[HASH_BYTES:]
+    if packed[:HASH_BYTES] != xxhash.xxh3_64_digest(body)[::-1]:
         raise Damaged("the record's own hash does not match")
     return body
 

@@ -11,8 +11,9 @@ import lmdb
 from omlxd.policy.base import CachePolicy
 from omlxd.storage.environment import Environment
 from omlxd.storage.ssd_index import Entry
-from omlxd.storage.ssd_load import CLEAN, STATE, pack_state
+from omlxd.storage.ssd_load import CLEAN, pack_state
 from omlxd.storage.ssd_room import Room
+from omlxd.storage.ssd_rows import STATE
 from omlxd.storage.ssd_transaction import WriteTransaction
 
 log = logging.getLogger(__name__)
