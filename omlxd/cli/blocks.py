@@ -8,7 +8,10 @@ import click
 
 from omlxd.cli import context, views
 from omlxd.cli.context import Common, Exit, fail, json_option, pass_common, show_json
+from omlxd.cli.stopped import stopped_listing, the_store
 from omlxd.client import Cache
+from omlxd.errors import Unavailable
+from omlxd.protocol import Message
 from omlxd.storage.sizes import format_size
 
 SORTS = {
@@ -19,21 +22,30 @@ SORTS = {
 MOST = 10_000
 
 
-def find_blocks(cache: Cache, prefix: str) -> tuple[list[dict[str, Any]], dict[bytes, str]]:
-    """Blocks whose key begins with ``prefix``, and the models by namespace. Ends the command when there is none."""
-    answer = cache.call("list", prefix=prefix, limit=MOST)
-    if not answer["blocks"]:
-        fail(f"no block's key begins with {prefix!r}", Exit.NOT_FOUND)
-    return answer["blocks"], answer["models"]
+def list_blocks(common: Common, **fields: Any) -> Message:
+    """What the daemon answers to ``list``, or the same from the store on the disk while no daemon runs."""
+    try:
+        with common.daemon() as cache:
+            return cache.call("list", timeout=None, **fields)
+    except Unavailable as error:
+        with the_store(common.config(), str(error)) as look:
+            return stopped_listing(look, **fields)
 
 
 def find_block(cache: Cache, prefix: str) -> tuple[dict[str, Any], str]:
-    """The one block whose key begins with ``prefix``, and its model."""
-    rows, models = find_blocks(cache, prefix)
+    """The one block whose key begins with ``prefix``, and its model. Ends the command when there is no such one."""
+    return only_block(cache.call("list", prefix=prefix, limit=MOST), prefix)
+
+
+def only_block(answer: Message, prefix: str) -> tuple[dict[str, Any], str]:
+    """The one block of an answer to ``list``, and its model. Ends the command when it is not one."""
+    rows: list[dict[str, Any]] = answer["blocks"]
+    if not rows:
+        fail(f"no block's key begins with {prefix!r}", Exit.NOT_FOUND)
     if len(rows) > 1:
         few = "\n".join(row["key"].hex() for row in rows[:5])
         fail(f"{len(rows)} blocks' keys begin with {prefix!r}; give more digits:\n{few}")
-    return rows[0], models.get(rows[0]["namespace"], "")
+    return rows[0], answer["models"].get(rows[0]["namespace"], "")
 
 
 @click.command()
@@ -59,15 +71,16 @@ def ls(
 ) -> None:
     """List blocks.
 
+    Without a daemon: those on the disk.
+
     \b
     omlxd ls --namespace org/model --sort size
     omlxd ls --tier ram --dirty --json
     """
-    fields: dict[str, object] = {"tier": tier, "limit": MOST}
+    fields: dict[str, Any] = {"tier": tier, "limit": MOST}
     if namespace:
         fields["namespace"] = namespace
-    with common.daemon() as cache:
-        answer = cache.call("list", timeout=None, **fields)
+    answer = list_blocks(common, **fields)
     rows = [
         row
         for row in answer["blocks"]
@@ -101,8 +114,7 @@ def show(common: Common, key_prefix: str, as_json: bool) -> None:
 
     KEY_PREFIX: the first digits of its key, as `omlxd ls` shows them.
     """
-    with common.daemon() as cache:
-        row, model = find_block(cache, key_prefix)
+    row, model = only_block(list_blocks(common, prefix=key_prefix, limit=MOST), key_prefix)
     if as_json:
         show_json({**row, "model": model})
     else:

@@ -7,8 +7,10 @@ from typing import BinaryIO
 
 import click
 
-from omlxd.cli.blocks import find_block
+from omlxd.cli.blocks import MOST, find_block, only_block
 from omlxd.cli.context import Common, Exit, fail, json_option, pass_common, show_json
+from omlxd.cli.stopped import stopped_listing, the_store
+from omlxd.errors import Unavailable
 from omlxd.storage.sizes import format_size
 
 PAYLOAD_SECONDS = 120.0
@@ -47,9 +49,14 @@ def get(common: Common, key_prefix: str, output: BinaryIO) -> None:
     """
     if output is sys.stdout.buffer and sys.stdout.isatty():
         raise click.UsageError("a payload is no text: give -o FILE, or send the output somewhere")
-    with common.daemon(timeout=PAYLOAD_SECONDS) as cache:
-        row, _ = find_block(cache, key_prefix)
-        payload = cache.call("peek", timeout=None, keys=row["key"])["payload"]
+    try:
+        with common.daemon(timeout=PAYLOAD_SECONDS) as cache:
+            row, _ = find_block(cache, key_prefix)
+            payload = cache.call("peek", timeout=None, keys=row["key"])["payload"]
+    except Unavailable as error:
+        with the_store(common.config(), str(error)) as look:
+            row, _ = only_block(stopped_listing(look, prefix=key_prefix, limit=MOST), key_prefix)
+            payload = look.payload(next(entry for entry in look.entries if entry.key == row["key"]))
     if payload is None:
         fail(f"block {row['key'].hex()[:16]} could not be read in time", Exit.NOT_FOUND)
     output.write(payload)

@@ -297,6 +297,9 @@ def test_without_a_daemon_the_store_is_shown_and_the_exit_code_is_3(daemon: Conf
     told = json.loads(run(daemon, "status --json").stdout)
     assert told["running"] is False
     assert told["store_bytes"] > 3 << 20
+    assert (told["blocks"], told["payload_bytes"], told["problem"]) == (3, 3 << 20, None)
+    assert [row["model"] for row in told["namespaces"]] == ["org/one"]
+    assert "org/one" in result.stdout
     for command in ("clear --yes", "flush", "stop", "top", "events"):
         refused = run(daemon, command)
         assert refused.exit_code == Exit.NO_DAEMON
@@ -403,3 +406,44 @@ def test_revoke_ends_a_lease_of_another_client(daemon: ConfiguredDaemon) -> None
         wait_for(lambda: all(left["revoked"] for left in answer(daemon, "status --leases")["leases"]))
         assert run(daemon, "revoke 999999").exit_code == Exit.FAILED
         lease.release()
+
+
+def test_store_of_a_stopped_daemon_can_be_looked_at_and_is_not_changed(
+    daemon: ConfiguredDaemon, tmp_path: Path
+) -> None:
+    with daemon.connect() as cache:
+        fill(cache, model="org/one", blocks=4)
+        fill(cache, model="org/two", blocks=2, nbytes=5000)
+    running = answer(daemon, "ls --namespace org/one")["blocks"]
+    key = first_key(daemon, "org/two")
+    payload = run(daemon, f"get {key[:16]}").stdout_bytes
+    done(daemon, "stop")
+    daemon.reap()
+    store = daemon.directory / "store"
+    before = {path.name: path.read_bytes() for path in store.iterdir() if path.is_file()}
+    result = run(daemon, "ls --namespace org/one --json")
+    assert result.exit_code == 0
+    assert "as it lies on the disk" in result.stderr
+    stopped = json.loads(result.stdout)["blocks"]
+    assert [(row["key"], row["position"], row["bytes"]) for row in stopped] == [
+        (row["key"], row["position"], row["bytes"]) for row in running
+    ]
+    assert answer(daemon, f"show {key[:16]}")["model"] == "org/two"
+    assert run(daemon, f"get {key[:16]}").stdout_bytes == payload
+    assert run(daemon, "show ffffffffffffffffffff").exit_code == Exit.NOT_FOUND
+    assert run(daemon, "ls --namespace nobody").exit_code == Exit.NOT_FOUND
+    assert {path.name: path.read_bytes() for path in store.iterdir() if path.is_file()} == before
+    daemon.start()
+    assert answer(daemon, "ls --tier ssd")["matching"] == 6
+
+
+def test_broken_store_of_a_stopped_daemon_is_said_to_be_so(daemon: ConfiguredDaemon) -> None:
+    with daemon.connect() as cache:
+        fill(cache, model="org/one", blocks=1)
+    done(daemon, "stop")
+    daemon.reap()
+    (daemon.directory / "store" / "data.mdb").write_bytes(b"\0" * 100_000)
+    refused = run(daemon, "ls")
+    assert refused.exit_code == Exit.NO_DAEMON
+    assert "cannot be read" in refused.stderr
+    assert json.loads(run(daemon, "status --json").stdout)["problem"]
