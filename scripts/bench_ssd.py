@@ -11,14 +11,15 @@ ram_hit_p99_under_spill_vs_idle
                       p99 of a RAM hit of a real daemon while another client stores and the daemon spills, over that at rest
 file_over_live        disk used over payload bytes after churn at the limit with sizes of 0.1 to 4 MB; map_full: how often
                       LMDB had no room meanwhile (must be 0)
-open_200k_s           from nothing to the first block restored, 200,000 records; bytes_per_record: Python memory of each
-written_per_served    bytes written to the SSD over bytes served from it, on the conversation trace, for each write mode
+open_200k_s           from nothing to the first block restored, 200,000 records; open_200k_cpu_s: the CPU time in it, which other
+                      programs on the machine change little; bytes_per_record: Python memory of each
+written_per_served    blocks written to the SSD over blocks served from it, on the conversation trace through the real store, for each
+                      write mode ($OMLXD_TRACES or --trace says where the trace is)
 """
 
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import os
 import shutil
@@ -28,11 +29,9 @@ import sys
 import tempfile
 import time
 import tracemalloc
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from random import Random
@@ -41,6 +40,7 @@ import numpy as np
 
 from omlxd.storage.blocks import BlockMeta
 from omlxd.storage.ssd import SsdTier
+from scripts.bench_ssd_wear import trace_file, wear
 from scripts.daemon_process import DaemonProcess
 
 MIB = 1 << 20
@@ -49,7 +49,6 @@ GROUP = 16
 """Blocks a transaction, and between two syncs of the plain file."""
 NAMESPACE = b"b" * 32
 RESTORES_AT_ONCE = 4
-TRACE = Path(__file__).parents[1] / "tests" / "traces" / "mooncake_conversation.jsonl.gz"
 
 Figures = dict[str, object]
 
@@ -293,12 +292,13 @@ def opening(directory: Path, records: int) -> Figures:
     found: Figures = {"records": records}
     for policy in ("lru", "arc"):
         slot = memoryview(bytearray(512))
-        times = []
-        for _ in range(3):
-            begun = time.perf_counter()
+        times, cpu = [], []
+        for _ in range(5):
+            begun, cpu_begun = time.perf_counter(), time.process_time()
             with tier_at(path, 2 << 30, policy=policy) as tier:
                 tier.read_into(key_of(7, 11), slot)
                 times.append(time.perf_counter() - begun)
+                cpu.append(time.process_time() - cpu_begun)
                 keys = [key_of(chain, at) for chain in range(records // 400) for at in range(3)][:2048]
                 found["lookup_2048_us"] = min(seconds(lambda: [key in tier for key in keys]) for _ in range(5)) * 1e6  # noqa: B023
         tracemalloc.start()
@@ -308,79 +308,9 @@ def opening(directory: Path, records: int) -> Figures:
         tracemalloc.stop()
         suffix = "" if policy == "lru" else f"_{policy}"
         found[f"open_200k_s{suffix}"] = statistics.median(times)
+        found[f"open_200k_cpu_s{suffix}"] = statistics.median(cpu)
         found[f"bytes_per_record{suffix}"] = memory
     return found
-
-
-# -- wear -----------------------------------------------------------------------------------------
-
-
-@dataclass
-class Wear:
-    """One write mode on a trace: LRU in both tiers, a block being one unit."""
-
-    mode: str
-    ram: int
-    ssd: int
-    written: int = 0
-    served: int = 0
-
-    def __post_init__(self) -> None:
-        self._ram: OrderedDict[int, bool] = OrderedDict()  # block: was asked for again
-        self._ssd: OrderedDict[int, None] = OrderedDict()
-
-    def request(self, blocks: list[int]) -> None:
-        missed = False
-        for block in blocks:
-            if block in self._ram:
-                self._ram[block] = True
-                if self.mode == "second_touch":
-                    self._write(block)
-            elif not missed and block in self._ssd:
-                self.served += 1
-                self._ram[block] = True
-            else:
-                missed = True
-                self._ram[block] = False
-                if self.mode == "write_through":
-                    self._write(block)
-        for block in reversed(blocks):
-            self._ram.move_to_end(block)
-            if block in self._ssd:
-                self._ssd.move_to_end(block)
-        while len(self._ram) > self.ram:
-            block, _ = self._ram.popitem(last=False)
-            if self.mode == "write_back":
-                self._write(block)
-
-    def _write(self, block: int) -> None:
-        if block not in self._ssd:
-            self.written += 1
-            self._ssd[block] = None
-            if len(self._ssd) > self.ssd:
-                self._ssd.popitem(last=False)
-
-
-def wear(trace: Path) -> Figures:
-    """RAM of 2 % and an SSD of 25 % of the distinct blocks, as a machine with 16 and 200 GB would have."""
-    if not trace.exists():
-        return {"written_per_served": None, "written_per_served_note": f"{trace} is not there; give --trace"}
-    requests: list[list[int]] = []
-    with gzip.open(trace, "rt") as lines:
-        next(lines)
-        for line in lines:
-            runs = json.loads(line)[4]
-            requests.append(
-                [block for at in range(0, len(runs), 2) for block in range(runs[at], runs[at] + runs[at + 1])]
-            )
-    distinct = len({block for blocks in requests for block in blocks})
-    found: dict[str, float] = {}
-    for mode in ("write_back", "write_through", "second_touch"):
-        model = Wear(mode, distinct // 50, distinct // 4)
-        for blocks in requests:
-            model.request(blocks)
-        found[mode] = model.written / max(1, model.served)
-    return {"written_per_served": found}
 
 
 def main() -> None:
@@ -390,7 +320,9 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="figures as one JSON object")
     parser.add_argument("--quick", action="store_true", help="smaller sizes: some ten seconds, rougher figures")
     parser.add_argument("--dir", type=Path, default=None, help="a folder on the disk to measure")
-    parser.add_argument("--trace", type=Path, default=TRACE, help="mooncake_conversation.jsonl.gz")
+    parser.add_argument(
+        "--trace", type=Path, default=None, help="mooncake_conversation.jsonl.gz; default: the one in $OMLXD_TRACES"
+    )
     parser.add_argument("--only", default="", help="some parts, by comma: restore, spill, ram, churn, open, wear")
     options = parser.parse_args()
     quick = options.quick
@@ -400,10 +332,15 @@ def main() -> None:
         "ram": lambda path: ram_hits(path, 200 if quick else 1000, 2 if quick else 5),
         "churn": lambda path: churn(path, (256 if quick else 1024) * MIB, 3 if quick else 5),
         "open": lambda path: opening(path, 200_000),
-        "wear": lambda _: wear(options.trace),
+        "wear": lambda path: wear(path, trace_file(options.trace), 300 if quick else 2500),
     }
     chosen = [name for name in options.only.split(",") if name] or list(parts)
-    figures: Figures = {}
+    if "wear" in chosen:
+        try:
+            trace_file(options.trace)  # before minutes are spent on the rest
+        except FileNotFoundError as error:
+            parser.error(str(error))
+    figures: Figures = {"load": os.getloadavg()[0], "cpus": os.cpu_count()}
     for name in chosen:
         print(f"measuring {name} ...", file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory(prefix="omlxd-bench-", dir=options.dir) as folder:
