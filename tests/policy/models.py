@@ -9,19 +9,34 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 from omlxd.policy import ChunkStatus, RequestContext
 
 LONG = os.environ.get("OMLXD_LONG") == "1"
 LONG_STEPS = 200_000
-MACHINE = settings(
-    max_examples=1_010 if LONG else 60,
+_BUDGET = settings(
+    max_examples=250 if LONG else 60,
     stateful_step_count=200 if LONG else 50,
     deadline=None,
     suppress_health_check=list(HealthCheck),
-    phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],
 )
+
+
+class CountingMachine(RuleBasedStateMachine):
+    """A state machine whose invariant counts the steps."""
+
+    steps = 0
+
+
+def run_machine(machine: type[CountingMachine]) -> None:
+    """Run it as long as the budget says, counted in steps of its own."""
+    machine.steps = 0
+    run_state_machine_as_test(machine, settings=_BUDGET)
+    while LONG and machine.steps < LONG_STEPS:
+        run_state_machine_as_test(machine, settings=_BUDGET)
+    assert machine.steps > _BUDGET.max_examples, "the machine does not count its steps"
 
 
 def key_of(number: int, group: int = 0) -> bytes:

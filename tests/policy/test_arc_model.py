@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from omlxd.policy import ARCCachePolicy, ChunkStatus, RequestContext
-from tests.policy.models import LONG, LONG_STEPS, MACHINE, ARCModel, key_of
+from tests.policy.models import ARCModel, CountingMachine, key_of, run_machine
 
 CAPACITY = 5
 KEYS = st.integers(0, 11).map(key_of)
 SOME_KEYS = st.lists(KEYS, max_size=6)
 
 
-class ARCMachine(RuleBasedStateMachine):
-    steps = 0
-
+class ARCMachine(CountingMachine):
     def __init__(self) -> None:
         super().__init__()
         self.policy = ARCCachePolicy(CAPACITY)
@@ -128,6 +119,4 @@ class ARCMachine(RuleBasedStateMachine):
 
 @pytest.mark.timeout(3600)
 def test_arc_keeps_the_lists_of_its_contract() -> None:
-    ARCMachine.steps = 0
-    run_state_machine_as_test(ARCMachine, settings=MACHINE)
-    assert ARCMachine.steps >= (LONG_STEPS if LONG else 1)
+    run_machine(ARCMachine)

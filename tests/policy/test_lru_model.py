@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from omlxd.policy import ChunkStatus, LRUCachePolicy, RequestContext, lru
-from tests.policy.models import LONG, LONG_STEPS, MACHINE, LRUModel, key_of
+from tests.policy.models import CountingMachine, LRUModel, key_of, run_machine
 
 KEYS = st.integers(0, 11).map(key_of)
 SOME_KEYS = st.lists(KEYS, max_size=6)
 SLACK = 0
 
 
-class LRUMachine(RuleBasedStateMachine):
-    steps = 0
-
+class LRUMachine(CountingMachine):
     def __init__(self) -> None:
         super().__init__()
         self.policy = LRUCachePolicy(8)
@@ -166,11 +157,9 @@ class LRUMachine(RuleBasedStateMachine):
 @pytest.fixture
 def little_slack(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lru, "_SLACK", SLACK)
-    LRUMachine.steps = 0
 
 
 @pytest.mark.timeout(3600)
 @pytest.mark.usefixtures("little_slack")
 def test_lru_evicts_as_a_list_sorted_by_rank_does() -> None:
-    run_state_machine_as_test(LRUMachine, settings=MACHINE)
-    assert LRUMachine.steps >= (LONG_STEPS if LONG else 1)
+    run_machine(LRUMachine)

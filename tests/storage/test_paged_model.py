@@ -8,17 +8,10 @@ import itertools
 
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from omlxd.storage.paged import BlockTable, CacheBlock, PagedCacheManager, compute_block_hash
-from tests.policy.models import LONG, LONG_STEPS, MACHINE
+from tests.policy.models import CountingMachine, run_machine
 from tests.storage.paged_checks import check_invariants
 
 SIZE = 2
@@ -157,9 +150,7 @@ def names_of(prompt: list[int]) -> list[bytes]:
     return names
 
 
-class PagedMachine(RuleBasedStateMachine):
-    steps = 0
-
+class PagedMachine(CountingMachine):
     @initialize(initial=st.integers(1, 6), limit=st.integers(2, 9))
     def start(self, initial: int, limit: int) -> None:
         self.manager = PagedCacheManager(SIZE, limit, model_name="m", initial_blocks=initial)
@@ -390,6 +381,4 @@ class PagedMachine(RuleBasedStateMachine):
 
 @pytest.mark.timeout(3600)
 def test_the_manager_does_what_lists_do() -> None:
-    PagedMachine.steps = 0
-    run_state_machine_as_test(PagedMachine, settings=MACHINE)
-    assert PagedMachine.steps >= (LONG_STEPS if LONG else 1)
+    run_machine(PagedMachine)
