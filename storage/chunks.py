@@ -8,68 +8,29 @@ end. One thread at a time calls it.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
 from inspect import signature
 
 from omlxd.policy.base import CachePolicy, ChunkStatus, RequestContext, Victims
 from omlxd.policy.registry import get_policy
 from omlxd.policy.switching import switched
 from omlxd.storage.admission import AdmissionFilter
-from omlxd.storage.blocks import HASH_BYTES
+from omlxd.storage.chunk_records import (
+    ChunkCounters,
+    ChunkError,
+    ChunkEvent,
+    Lookup,
+    PreparedStore,
+    RequestState,
+)
 
-
-class ChunkError(RuntimeError):
-    """A transfer that the chunk's state does not allow: a caller's mistake. Nothing has changed."""
-
-
-class Lookup(Enum):
-    """What a tier has under a key. PENDING: present, not readable yet."""
-
-    MISS = "miss"
-    HIT = "hit"
-    PENDING = "pending"
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedStore:
-    """What to write where: `keys_to_store[i]` into slot `chunk_ids[i]`, and which keys left for it."""
-
-    keys_to_store: list[bytes]
-    chunk_ids: list[int]
-    evicted_keys: list[bytes]
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkEvent:
-    """Keys that became readable, or that were removed to make room."""
-
-    keys: list[bytes]
-    removed: bool
-
-
-@dataclass(slots=True)
-class ChunkCounters:
-    """Totals since the start or the last `reset`, in chunks; `refused_stores` in calls."""
-
-    allocation_requested: int = 0
-    stored: int = 0
-    failed: int = 0
-    evicted: int = 0
-    below_threshold: int = 0
-    refused_stores: int = 0
-
-
-@dataclass(slots=True)
-class _RequestState:
-    """What one request did so far, in the manager's generation of that time."""
-
-    generation: int
-    seen: dict[bytes, None] = field(default_factory=dict)
-    inserted: set[bytes] = field(default_factory=set)
-    reused: set[bytes] = field(default_factory=set)
-    missed: set[bytes] = field(default_factory=set)
-    finished: bool = False
+__all__ = [
+    "ChunkCounters",
+    "ChunkError",
+    "ChunkEvent",
+    "ChunkManager",
+    "Lookup",
+    "PreparedStore",
+]
 
 
 class ChunkManager:
@@ -317,15 +278,13 @@ class ChunkManager:
     def on_request_finished(self, req_context: RequestContext) -> None:
         """Pass what the request did to the policy, once."""
         state = req_context.scratch.get(self)
-        if not isinstance(state, _RequestState) or state.finished:
+        if not isinstance(state, RequestState) or state.finished:
             return
         # What stays is the generation, by which a late completion of a transfer is judged.
-        req_context.scratch[self] = _RequestState(state.generation, finished=True)
+        req_context.scratch[self] = RequestState(state.generation, finished=True)
         if state.generation != self.generation:
             return
-        self._policy.on_request_finished(
-            _by_kv_group(state.seen), state.inserted - state.reused, state.reused, req_context
-        )
+        self._policy.on_request_finished(state.key_groups(), state.inserted - state.reused, state.reused, req_context)
 
     def take_events(self) -> list[ChunkEvent]:
         """The events since the last call, oldest first; always empty unless they were enabled."""
@@ -391,25 +350,25 @@ class ChunkManager:
 
     # Inside
 
-    def _state(self, ctx: RequestContext) -> _RequestState:
+    def _state(self, ctx: RequestContext) -> RequestState:
         state = ctx.scratch.get(self)
-        if not isinstance(state, _RequestState) or state.generation != self.generation or state.finished:
-            ctx.scratch[self] = state = _RequestState(self.generation)
+        if not isinstance(state, RequestState) or state.generation != self.generation or state.finished:
+            ctx.scratch[self] = state = RequestState(self.generation)
         return state
 
     def _is_stale(self, ctx: RequestContext | None) -> bool:
         """Whether the request began its transfers before the last reset."""
         state = None if ctx is None else ctx.scratch.get(self)
-        return isinstance(state, _RequestState) and state.generation != self.generation
+        return isinstance(state, RequestState) and state.generation != self.generation
 
-    def _see(self, state: _RequestState, keys: Sequence[bytes], ctx: RequestContext) -> None:
+    def _see(self, state: RequestState, keys: Sequence[bytes], ctx: RequestContext) -> None:
         seen = state.seen
         fresh = dict.fromkeys(keys if not seen else [key for key in keys if key not in seen])
         if fresh:
             seen.update(fresh)
             self._policy.on_request_access(list(fresh), ctx)
 
-    def _report_misses(self, misses: list[bytes], state: _RequestState | None, ctx: RequestContext | None) -> None:
+    def _report_misses(self, misses: list[bytes], state: RequestState | None, ctx: RequestContext | None) -> None:
         if state is not None:
             misses = [key for key in misses if key not in state.missed]
             state.missed.update(misses)
@@ -456,15 +415,6 @@ class ChunkManager:
 
 
 _MISS, _HIT, _PENDING = Lookup.MISS, Lookup.HIT, Lookup.PENDING
-
-
-def _by_kv_group(keys: Collection[bytes]) -> list[list[bytes]]:
-    groups: dict[bytes, list[bytes]] = {key[HASH_BYTES:]: [] for key in keys}
-    if len(groups) == 1:
-        return [list(keys)]
-    for key in keys:
-        groups[key[HASH_BYTES:]].append(key)
-    return list(groups.values())
 
 
 def _not_ready(key: bytes, chunk: ChunkStatus | None) -> ChunkError:
