@@ -36,7 +36,8 @@ class StoreResult:
     present: int
     """Were already there."""
     declined: Mapping[str, int] = field(default_factory=dict)
-    """Not taken, by reason (``pending``: another engine is storing the same block; ``no_room``; ``too_large``; ...)."""
+    """Not taken, by reason (``pending``: another engine is storing the same block; ``no_room``; ``ssd_behind``;
+    ``too_large``; ...)."""
     nbytes: int = 0
     """Payload bytes of the stored ones."""
 

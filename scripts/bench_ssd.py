@@ -13,8 +13,8 @@ file_over_live        disk used over payload bytes after churn at the limit with
                       LMDB had no room meanwhile (must be 0)
 open_200k_s           from nothing to the first block restored, 200,000 records; open_200k_cpu_s: the CPU time in it, which other
                       programs on the machine change little; bytes_per_record: Python memory of each
-written_per_served    blocks written to the SSD over blocks served from it, on the conversation trace through the real store, for each
-                      write mode ($OMLXD_TRACES or --trace says where the trace is)
+written_per_served    blocks written to the SSD over blocks served from it, on the conversation trace through the real store, for
+                      each write mode ($OMLXD_TRACES or --trace says where the trace is)
 """
 
 from __future__ import annotations

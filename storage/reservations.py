@@ -162,22 +162,24 @@ class Reservations:
             self._ram.note_access(held, ctx)
             return []
         nbytes = sum(meta.nbytes for meta in metas)
-        if not self._admits(owner, nbytes, len(metas), 0):
+        if self._refusal(owner, nbytes, len(metas), 0):
             return None
         return self._ram.reserve(metas, held, ctx)
 
-    def _admits(self, owner: Hashable, nbytes: int, blocks: int, taken: int) -> bool:
-        """Do ``nbytes`` more, beside ``taken`` of the same request, keep the owner's bound and that of dirty bytes?
+    def _refusal(self, owner: Hashable, nbytes: int, blocks: int, taken: int) -> str:
+        """Why ``nbytes`` more, beside ``taken`` of the same request, can't be given now whatever room there is; empty: they can.
 
-        One block of any size may come when nothing else is there.
+        ``no_room``: the owner has reserved as much as it may; ``ssd_behind``: as much as may be dirty is. One block of any
+        size may come when nothing else is there.
         """
         has = self._owners.known(owner).reserved_bytes + taken
         if has + nbytes > self.max_owner_bytes and (has or blocks > 1):
-            return False
+            return "no_room"
         if self.spiller is None:
-            return True
+            return ""
         waiting = self.spiller.dirty_bytes + self._owners.reserved_bytes() + taken
-        return waiting + nbytes <= self.spiller.settings.max_dirty_bytes or (not waiting and blocks == 1)
+        kept = waiting + nbytes <= self.spiller.settings.max_dirty_bytes or (not waiting and blocks == 1)
+        return "" if kept else "ssd_behind"
 
     def _can_wait(self) -> bool:
         """Is anything going to give room?"""
@@ -198,11 +200,10 @@ class Reservations:
         blocks: list[RamBlock] = []
         nbytes = 0
         for index, meta in wanted:
-            one = None
-            if self._admits(owner, meta.nbytes, 1, nbytes):
-                one = self._ram.reserve([meta], [*held, *(block.meta.key for block in blocks)], ctx)
+            refusal = self._refusal(owner, meta.nbytes, 1, nbytes)
+            one = None if refusal else self._ram.reserve([meta], [*held, *(block.meta.key for block in blocks)], ctx)
             if not one:
-                offer.declined["no_room"] += len(wanted) - len(got)
+                offer.declined[refusal or "no_room"] += len(wanted) - len(got)
                 break
             got.append((index, meta))
             blocks += one
