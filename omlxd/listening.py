@@ -43,7 +43,7 @@ def listen_at(path: Path, *, group: int | None = None, backlog: int = 128) -> Li
         PathError: the path is too long, or its folder is not ours.
     """
     check_socket_path(path)
-    private_dir(path.parent, group=group is not None)
+    private_dir(path.parent, group=group is not None, shared=True)
     lock = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         # The lock ends with its process, however that ends; the file itself stays and means nothing.

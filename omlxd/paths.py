@@ -104,30 +104,32 @@ def log_path() -> Path:
     return Path(platformdirs.user_log_dir(APP, appauthor=False)) / "omlxd.log"
 
 
-def private_dir(path: Path, *, group: bool = False) -> Path:
-    """``path`` as a folder that only its owner can enter (with ``group``: its group too); made where missing.
+def private_dir(path: Path, *, group: bool = False, shared: bool = False) -> Path:
+    """``path`` as a folder for our files; made where missing, for its owner alone (with ``group``: its group may enter).
 
-    A folder of ours that is open to others is closed to them. Raises PathError for a folder of someone else, a link to
-    one, or something that is no folder: files of a cache hold what was prompted.
+    A folder that is there is left as it is: it may hold other things too. Raises PathError for one of someone else, one
+    that everybody may write to, a link of someone else, or something that is no folder. With ``shared`` a folder like
+    ``/tmp`` will do, where nobody can replace what is another's.
     """
-    mode = 0o750 if group else 0o700
     try:
-        path.mkdir(mode=mode, parents=True, exist_ok=True)
+        path.mkdir(mode=0o750 if group else 0o700, parents=True, exist_ok=True)
         found = os.lstat(path)
         if stat.S_ISLNK(found.st_mode):
             if found.st_uid not in (os.getuid(), 0):
                 raise PathError(f"{path} is a link that belongs to user {found.st_uid}: choose another path")
             found = os.stat(path)
-        if not stat.S_ISDIR(found.st_mode):
-            raise PathError(f"{path} is no folder: move it away or choose another path")
-        if found.st_uid != os.getuid():
-            raise PathError(
-                f"{path} belongs to user {found.st_uid}, not to you (user {os.getuid()}): choose a folder of your own"
-            )
-        if stat.S_IMODE(found.st_mode) & ~mode:
-            os.chmod(path, stat.S_IMODE(found.st_mode) & mode)
     except OSError as error:
         raise PathError(f"folder {path} cannot be made or used: {error.strerror or error}") from error
+    if not stat.S_ISDIR(found.st_mode):
+        raise PathError(f"{path} is no folder: move it away or choose another path")
+    if shared and found.st_mode & stat.S_ISVTX and found.st_uid in (os.getuid(), 0):
+        return path
+    if found.st_uid != os.getuid():
+        raise PathError(
+            f"{path} belongs to user {found.st_uid}, not to you (user {os.getuid()}): choose a folder of your own"
+        )
+    if found.st_mode & stat.S_IWOTH:
+        raise PathError(f"everybody may write to {path}: chmod o-w {path}, or choose a folder of your own")
     return path
 
 

@@ -184,7 +184,7 @@ class Launchd:
 
     def install(self, service: Service, *, start: bool) -> None:
         """Write the agent and load it; ``start`` the daemon without waiting for a connection."""
-        private_dir(service.socket.parent)
+        private_dir(service.socket.parent, shared=True)
         service.log.parent.mkdir(parents=True, exist_ok=True)
         (plist,) = self.files
         plist.parent.mkdir(parents=True, exist_ok=True)
@@ -218,7 +218,7 @@ class Systemd:
 
     def install(self, service: Service, *, start: bool) -> None:
         """Write both units, enable the socket; ``start`` the daemon without waiting for a connection."""
-        private_dir(service.socket.parent)
+        private_dir(service.socket.parent, shared=True)
         unit, sock = self.files
         unit.parent.mkdir(parents=True, exist_ok=True)
         unit.write_text(systemd_service(service))

@@ -132,7 +132,7 @@ def init(common: Common, force: bool, to_stdout: bool) -> None:
     file = common.config_file
     if file.exists() and not force:
         fail(f"{file} exists: use --force to overwrite it, or --stdout to see what would be written")
-    private_dir(file.parent)
+    private_dir(file.parent, shared=True)
     with open(file, "w", opener=lambda path, flags: os.open(path, flags, 0o600), encoding="utf-8") as out:
         out.write(example())
     click.echo(f"Wrote {file}. Every setting is at its default, commented out.")

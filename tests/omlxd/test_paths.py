@@ -55,11 +55,30 @@ def test_private_dir_is_made_for_its_owner_only(tmp_path: Path) -> None:
     assert stat.S_IMODE(made.stat().st_mode) == 0o700
 
 
-def test_private_dir_closes_a_folder_that_was_open(tmp_path: Path) -> None:
-    tmp_path.joinpath("open").mkdir()
-    tmp_path.joinpath("open").chmod(0o777)
-    assert stat.S_IMODE(paths.private_dir(tmp_path / "open").stat().st_mode) == 0o700
+def test_folder_that_is_there_is_left_as_it_is(tmp_path: Path) -> None:
+    """It may be somebody's home, or /tmp."""
+    for mode in (0o755, 0o700, 0o770):
+        tmp_path.chmod(mode)
+        assert paths.private_dir(tmp_path) == tmp_path
+        assert stat.S_IMODE(tmp_path.stat().st_mode) == mode
+
+
+def test_folder_for_a_group_may_be_entered_by_it(tmp_path: Path) -> None:
     assert stat.S_IMODE(paths.private_dir(tmp_path / "g", group=True).stat().st_mode) & 0o027 == 0
+
+
+def test_folder_that_everybody_may_write_to_is_refused_unless_nobody_can_replace_anothers_file_there(
+    tmp_path: Path,
+) -> None:
+    tmp_path.chmod(0o777)
+    for shared in (False, True):
+        with pytest.raises(paths.PathError, match=r"everybody may write .* chmod o-w"):
+            paths.private_dir(tmp_path, shared=shared)
+    tmp_path.chmod(0o1777)
+    assert paths.private_dir(tmp_path, shared=True) == tmp_path
+    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o1777
+    with pytest.raises(paths.PathError, match="everybody may write"):
+        paths.private_dir(tmp_path)
 
 
 def test_private_dir_refuses_a_file(tmp_path: Path) -> None:
