@@ -254,4 +254,8 @@ def _use(stats: Stats) -> Iterator[Finding]:
     declined.pop("pending", None)
     if declined:
         text = ", ".join(f"{reason} {count:,}" for reason, count in sorted(declined.items()))
-        yield note("use", f"blocks were not taken: {text}", "no_room, too_large: raise size under [ram]; ssd_behind: max_dirty under [ssd]")
+        yield note(
+            "use",
+            f"blocks were not taken: {text}",
+            "no_room, too_large: raise size under [ram]; ssd_behind: max_dirty under [ssd]",
+        )
