@@ -9,6 +9,8 @@ restore_codec_vs_raw  seconds of a raw restore over those with zstd-planes2, of 
 spill_vs_write        write + fdatasync of the same bytes with the same sync points, over encode + plan + commit
 ram_hit_p99_under_spill_vs_idle
                       p99 of a RAM hit of a real daemon while another client stores and the daemon spills, over that at rest
+durability_*_vs_commit
+                      seconds of a spill of 2 MiB (64 KiB) blocks, 16 a transaction, with durability interval and none, over commit
 file_over_live        disk used over payload bytes after churn at the limit with sizes of 0.1 to 4 MB; map_full: how often
                       LMDB had no room meanwhile (must be 0)
 open_200k_s           from nothing to the first block restored, 200,000 records; open_200k_cpu_s: the CPU time in it, which other
@@ -39,6 +41,7 @@ from random import Random
 import numpy as np
 
 from omlxd.storage.blocks import BlockMeta
+from omlxd.storage.environment import DURABILITIES, Durability
 from omlxd.storage.ssd import SsdTier
 from scripts.bench_ssd_wear import trace_file, wear
 from scripts.daemon_process import DaemonProcess
@@ -48,6 +51,7 @@ BLOCK = 2 * MIB
 GROUP = 16
 """Blocks a transaction, and between two syncs of the plain file."""
 NAMESPACE = b"b" * 32
+SMALL_BLOCK = 64 << 10
 RESTORES_AT_ONCE = 4
 
 Figures = dict[str, object]
@@ -74,9 +78,18 @@ def free_space(path: Path) -> int:
 
 
 @contextmanager
-def tier_at(path: Path, limit: int, codec: str = "raw", policy: str = "lru") -> Iterator[SsdTier]:
+def tier_at(
+    path: Path, limit: int, codec: str = "raw", policy: str = "lru", durability: Durability = "commit"
+) -> Iterator[SsdTier]:
     tier = SsdTier.open(
-        path, limit=limit, min_free=0, codec=codec, policy=policy, clock=time.time, free_space=free_space
+        path,
+        limit=limit,
+        min_free=0,
+        codec=codec,
+        policy=policy,
+        durability=durability,
+        clock=time.time,
+        free_space=free_space,
     )
     try:
         yield tier
@@ -194,6 +207,24 @@ def spilling(directory: Path, blocks: int, rounds: int) -> Figures:
         "spill_vs_write": median["write"] / median["spill"],
         "spill_gb_s": blocks * BLOCK / median["spill"] / 1e9,
     }
+
+
+def durabilities(directory: Path, nbytes: int, rounds: int) -> Figures:
+    """Seconds to spill so many bytes with each durability, over those with ``commit``; large and small blocks."""
+    payload = memoryview(np.random.default_rng(5).bytes(BLOCK))
+    found: Figures = {}
+    for size in (BLOCK, SMALL_BLOCK):
+        metas = chain_of(("durability", size), nbytes // size, size)
+        taken: dict[Durability, list[float]] = {name: [] for name in DURABILITIES}
+        for turn in range(rounds):
+            for name, times in taken.items():
+                with tier_at(directory / f"{name}{size}{turn}", 2 * nbytes + (64 << 20), durability=name) as tier:
+                    times.append(seconds(lambda tier=tier, metas=metas: spill(tier, metas, payload)))  # type: ignore[misc]
+        median = {name: statistics.median(times) for name, times in taken.items()}
+        found[f"durability_{size >> 10}k_vs_commit"] = {
+            name: median[name] / median["commit"] for name in median if name != "commit"
+        }
+    return found
 
 
 _STORER = """
@@ -323,13 +354,16 @@ def main() -> None:
     parser.add_argument(
         "--trace", type=Path, default=None, help="mooncake_conversation.jsonl.gz; default: the one in $OMLXD_TRACES"
     )
-    parser.add_argument("--only", default="", help="some parts, by comma: restore, spill, ram, churn, open, wear")
+    parser.add_argument(
+        "--only", default="", help="some parts, by comma: restore, spill, ram, durability, churn, open, wear"
+    )
     options = parser.parse_args()
     quick = options.quick
     parts: dict[str, Callable[[Path], Figures]] = {
         "restore": lambda path: restore(path, 64 if quick else 256, 3 if quick else 7),
         "spill": lambda path: spilling(path, 64 if quick else 128, 2 if quick else 5),
         "ram": lambda path: ram_hits(path, 200 if quick else 1000, 2 if quick else 5),
+        "durability": lambda path: durabilities(path, (64 if quick else 128) * MIB, 2 if quick else 3),
         "churn": lambda path: churn(path, (256 if quick else 1024) * MIB, 3 if quick else 5),
         "open": lambda path: opening(path, 200_000),
         "wear": lambda path: wear(path, trace_file(options.trace), 300 if quick else 2500),

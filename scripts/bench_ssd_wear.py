@@ -34,7 +34,7 @@ def trace_file(given: Path | None) -> Path:
     if given is None and not folder:
         raise FileNotFoundError(
             "written_per_served needs the trace mooncake_conversation.jsonl.gz: set OMLXD_TRACES to its folder, or "
-            "give --trace FILE (or leave it out: --only restore,spill,ram,churn,open)"
+            "give --trace FILE (or leave it out: --only restore,spill,ram,durability,churn,open)"
         )
     file = given if given is not None else Path(str(folder)) / "mooncake_conversation.jsonl.gz"
     if not file.exists():
