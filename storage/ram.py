@@ -39,7 +39,7 @@ class RamBlock:
         self.chunk: ChunkStatus
         """Its status: -1 being written, 0 ready, n read by n."""
         self.clean = False
-        """Is it on the SSD too?"""
+        """Is it on the SSD too, or has a tier it came from and need not go there?"""
         self.restoring = False
         """Is it the SSD that writes it (rather than an engine)?"""
         self.writing = True

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 ASK_MOST = 4096
 """Keys of one ``ask``."""
-ASKS_PER_NODE = 2
+ASKS_PER_NODE = 8
 """Workers that may wait for one node at once: a node that hangs must not take them all."""
 SLICE = 128
 """Headers that are checked before other threads get a turn."""
@@ -81,9 +81,7 @@ class RemoteTier:
         self._wall = wall
         self._known = Known(host.clock, memory or Memory())
         try:
-            self._cluster = Cluster(
-                self.settings.target, Patience(self.settings.deadline), self.settings.ca_file, host.clock
-            )
+            self._cluster = Cluster(self.settings.target, Patience(), self.settings.ca_file, host.clock)
         except Trouble as error:
             raise ValueError(f"remote.url: {error}") from None
         self._codecs = CodecChoice("auto", disk_rate=lambda: self.link.bytes_per_second, timer=time.perf_counter)
@@ -93,7 +91,7 @@ class RemoteTier:
         self._ttls: dict[bytes, float] = {}
         self._pinned: dict[bytes, tuple[Header, Node]] = {}
         self._writer = os.urandom(4).hex()
-        self._asks = ThreadPoolExecutor(8, "omlxd-remote-ask")
+        self._asks = ThreadPoolExecutor(3 * ASKS_PER_NODE, "omlxd-remote-ask")
         self._sends = ThreadPoolExecutor(1, "omlxd-remote-send")
         self._probes = ThreadPoolExecutor(4, "omlxd-remote-probe")
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -382,10 +380,10 @@ class RemoteTier:
 
     # -- inside: how the servers are
 
-    def _well(self, node: Node) -> None:
+    def _well(self, node: Node, *, probe: bool = False) -> None:
         if not node.breaker.closed:
             log.info("the remote tier's server %s is used again", node.server.address)
-        node.breaker.succeeded()
+        node.breaker.succeeded(probe=probe)
         node.heard = self._clock()
 
     def _failed(self, node: Node, trouble: Trouble) -> None:
@@ -428,12 +426,18 @@ class RemoteTier:
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _probe(self, node: Node) -> None:
+        begun = self._clock()
         try:
             await asyncio.get_running_loop().run_in_executor(self._probes, node.server.ping)
         except Trouble as error:
             self._failed(node, error)
+            return
+        if self._clock() - begun > self.settings.deadline:
+            self._failed(
+                node, Trouble("slow", f"{node.server.address}: it answers later than [remote] deadline allows")
+            )
         else:
-            self._well(node)
+            self._well(node, probe=True)
 
     async def _read_map(self) -> None:
         servers = self._cluster.to_ask_for_slots()

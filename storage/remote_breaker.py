@@ -34,10 +34,11 @@ class Breaker:
         """May the server be used?"""
         return self.state == "ok"
 
-    def succeeded(self) -> None:
-        """It has answered."""
+    def succeeded(self, *, probe: bool = False) -> None:
+        """It has answered in time. After a ``probe`` it has yet to show that it answers more than that."""
+        if self.closed or not probe:
+            self._pause = FIRST_PAUSE
         self._failures = 0
-        self._pause = FIRST_PAUSE
         self._probing = False
         self.state, self.reason = "ok", ""
 
@@ -48,10 +49,9 @@ class Breaker:
         was_closed = self.closed
         if was_closed and state in DOUBTFUL and self._failures < FAILURES:
             return False
-        if not was_closed:
-            self._pause = min(2 * self._pause, LONGEST_PAUSE)
         self.state, self.reason = state, reason
         self._next_probe = self._clock() + self._pause
+        self._pause = min(2 * self._pause, LONGEST_PAUSE)
         self.opened += was_closed
         return was_closed
 
@@ -61,7 +61,3 @@ class Breaker:
             return False
         self._probing = True
         return True
-
-    def seconds_to_probe(self) -> float:
-        """Until the next probe is due; only of use while it is open."""
-        return max(0.0, self._next_probe - self._clock())

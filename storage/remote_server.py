@@ -53,8 +53,8 @@ class _Client(Protocol):
 class Patience:
     """Seconds that a worker waits for the next bytes of a server."""
 
-    ask: float
-    """For headers."""
+    ask: float = 1.0
+    """For headers; who asks has a deadline of its own and does not wait so long."""
     move: float = 1.0
     """For pieces, either way."""
     connect: float = 1.0

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from omlxd.storage.blocks import BlockMeta
+
+log = logging.getLogger(__name__)
 
 QUEUED = 65_536
 BATCH = 64
@@ -152,6 +155,9 @@ class WriteQueue:
             self._sending = len(batch)
             try:
                 await self._send(batch)
+            except Exception:
+                self._counts["dropped_error"] += len(batch)
+                log.exception("%d blocks could not be sent to the remote tier", len(batch))
             finally:
                 self._sending = 0
 

@@ -482,7 +482,9 @@ class Store:
 
     def _fetched(self, block: RamBlock, *, keep: bool) -> None:
         """A block has come from an outer tier, which will still have it: it may leave RAM unwritten."""
-        if keep and self.spiller is not None and self.spiller.takes(block.meta.nbytes):
+        if not keep:
+            block.clean = True  # nothing is to write it
+        elif self.spiller is not None and self.spiller.takes(block.meta.nbytes):
             self.spiller.add(block)
 
     def _is_in_other_tier(self, key: bytes, tier: Tier) -> bool:

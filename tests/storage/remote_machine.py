@@ -13,7 +13,7 @@ from omlxd.storage.remote_known import Memory
 from omlxd.storage.tier import Payload, TierHost
 from tests.storage.ssd_store import NAMESPACE, payload_of
 
-PATIENCE = 20.0
+PATIENCE = 60.0
 
 
 class Machine:

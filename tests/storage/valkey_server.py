@@ -17,7 +17,7 @@ from tests.storage.far_host import FarHost
 
 BINARY = shutil.which("valkey-server") or shutil.which("redis-server")
 INSTALL = "needs valkey-server or redis-server: apt-get install redis-server (Debian), brew install valkey (macOS)"
-PATIENCE = 20.0
+PATIENCE = 60.0
 
 
 def free_port() -> int:
@@ -149,7 +149,7 @@ def cluster(folder: Path, nodes: int = 3) -> Iterator[list[ValkeyServer]]:
 @contextlib.contextmanager
 def replica_of(primary: ValkeyServer, folder: Path) -> Iterator[ValkeyServer]:
     """A replica of one of a cluster's primaries."""
-    server = ValkeyServer(folder, **primary.options)
+    server = ValkeyServer(folder, **{**primary.options, "cluster_replica_validity_factor": "0"})
     try:
         server.start()
         with server.client() as client, primary.client() as other:
