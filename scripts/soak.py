@@ -56,6 +56,8 @@ class Report:
     descriptors: list[int] = field(default_factory=list)
     log_troubles: list[str] = field(default_factory=list)
     left_over: dict[str, int] = field(default_factory=dict)
+    unavailable: list[str] = field(default_factory=list)
+    """What engines were told when the daemon did not answer in time."""
 
     @property
     def memory_growth_mib(self) -> float:
@@ -66,6 +68,8 @@ class Report:
     def problems(self) -> list[str]:
         """What must not be."""
         found = [*self.failures, *(f"log: {line}" for line in self.log_troubles)]
+        if len(self.unavailable) > self.done.total() / 1000:
+            found.append(f"engines had no answer {len(self.unavailable)} times: {self.unavailable[0]}")
         if self.wrong_bytes:
             found.append(f"{self.wrong_bytes} blocks had wrong bytes")
         found += [f"{count} {what} are left over" for what, count in self.left_over.items() if count]
@@ -149,10 +153,13 @@ class Soak:
 
     def _client(self, dice: random.Random) -> None:
         while self._going_on():
-            with omlxd.connect(self._daemon.socket, name="soak engine") as cache:
-                for _ in range(dice.randrange(5, 60)):
-                    if not self._going_on() or not self._use(cache, dice):
-                        break
+            try:
+                with omlxd.connect(self._daemon.socket, name="soak engine") as cache:
+                    for _ in range(dice.randrange(5, 60)):
+                        if not self._going_on() or not self._use(cache, dice):
+                            break
+            except omlxd.Unavailable as error:  # an engine would compute, and come back
+                self.report.unavailable.append(str(error))
 
     def _use(self, cache: Cache, dice: random.Random) -> bool:
         """One request of an engine; False once the connection is to be left."""
@@ -274,7 +281,7 @@ def main() -> int:
         print(json.dumps({**vars(report), "memory_growth_mib": report.memory_growth_mib, "problems": problems}))
     else:
         print(f"{report.seconds:.0f} s: " + ", ".join(f"{count:,} {what}" for what, count in report.done.most_common()))
-        print(f"refused: {dict(report.refused)}")
+        print(f"refused: {dict(report.refused)}; not answered in time: {len(report.unavailable)}")
         print(f"descriptors {report.descriptors[0]} to {report.descriptors[-1]}, at most {max(report.descriptors)}")
         print(
             f"private memory {report.private_mib[0]:.0f} to {report.private_mib[-1]:.0f} MiB, "
