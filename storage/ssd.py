@@ -24,34 +24,34 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import lmdb
 
-from omlxd.policy.base import CachePolicy, RequestContext
-from omlxd.policy.registry import get_policy
+from omlxd.policy.base import RequestContext
 from omlxd.policy.switching import switched
 from omlxd.storage.blocks import BlockMeta
 from omlxd.storage.codec import encode
 from omlxd.storage.codec_choice import AUTO, CodecChoice
-from omlxd.storage.environment import DURABILITIES, Durability, Environment
-from omlxd.storage.sizes import MIN_SSD_BYTES
+from omlxd.storage.environment import Durability, Environment
 from omlxd.storage.ssd_archive import ArchiveBroken, ArchivedNamespace, export_blocks
 from omlxd.storage.ssd_commit import carry_out, read_quarantine
+from omlxd.storage.ssd_contents import SsdContents
 from omlxd.storage.ssd_errors import Damaged, Departed, DiskTrouble, Missing, SsdError, SsdLocked
 from omlxd.storage.ssd_health import look
 from omlxd.storage.ssd_heap import keep_freed_memory
-from omlxd.storage.ssd_index import Entry, SpaceTotals
+from omlxd.storage.ssd_index import Entry
 from omlxd.storage.ssd_ledger import Ledger
-from omlxd.storage.ssd_load import Opened, boot_id, open_store, other_bytes
+from omlxd.storage.ssd_load import Opened, boot_id, other_bytes
 from omlxd.storage.ssd_maintenance import import_blocks, rewrite
-from omlxd.storage.ssd_payload import get_record, locate, read_ahead
-from omlxd.storage.ssd_plan import CommitOutcome, CommitPlan, Forecast, Health, Quarantined, State
-from omlxd.storage.ssd_reader import Reader
+from omlxd.storage.ssd_payload import locate, read_ahead
+from omlxd.storage.ssd_plan import CommitOutcome, CommitPlan, Health, Quarantined, State
+from omlxd.storage.ssd_reader import Reader, stored_before
 from omlxd.storage.ssd_records import EncodedBlock, checksum
 from omlxd.storage.ssd_room import LARGEST_GROUP, Room
 from omlxd.storage.ssd_rows import count_rows
+from omlxd.storage.ssd_settings import MIN_LIMIT, SsdSettings
 from omlxd.storage.ssd_snapshot import save_state
 from omlxd.storage.ssd_verify import VerifyReport, verify
 from omlxd.storage.ssd_warmup import WarmingPolicy
@@ -73,29 +73,14 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-MIN_LIMIT = MIN_SSD_BYTES
-"""The smallest limit in bytes that makes a store; to have none, give no tier at all."""
-MEAN_BLOCK_BYTES = 1 << 20
-"""What a block is taken to have until there are some: policies want a capacity in blocks."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Settings:
-    limit: int
-    policy: str
-    min_free: int
-    durability: Durability
-    codec: str
-    boot: str
-
-
-class SsdTier:
+class SsdTier(SsdContents):
     """One store on one disk. See the module's text for which thread may call what."""
 
     def __init__(
         self,
         path: Path,
-        settings: _Settings,
+        settings: SsdSettings,
         opened: Opened,
         *,
         clock: Callable[[], float],
@@ -140,15 +125,9 @@ class SsdTier:
         Raises ``SsdLocked`` (another owner), ``OSError`` (the disk) and ``ValueError`` (a limit below
         ``MIN_LIMIT``, an unknown policy, codec or durability).
         """
-        if limit < MIN_LIMIT:
-            raise ValueError(
-                f"an SSD limit of {limit} bytes is too small: give {MIN_LIMIT} or more, or switch it off (0)"
-            )
-        if durability not in DURABILITIES:
-            raise ValueError(f"unknown durability {durability!r}; choose one of {', '.join(DURABILITIES)}")
-        settings = _Settings(limit, policy, min_free, durability, codec, boot if boot is not None else boot_id())
+        settings = SsdSettings(limit, policy, min_free, durability, codec, boot if boot is not None else boot_id())
         keep_freed_memory(2 * LARGEST_GROUP)
-        opened = _open(path, settings)
+        opened = settings.open(path)
         return cls(path, settings, opened, clock=clock, free_space=free_space, elsewhere=elsewhere)
 
     def _adopt(self, opened: Opened) -> None:
@@ -217,24 +196,7 @@ class SsdTier:
             if outcome.reason:
                 return
 
-    # -- loop: what is there ----------------------------------------------------------------------
-
-    def __contains__(self, key: bytes) -> bool:
-        """Loop. Whether a restore of ``key`` may be tried."""
-        return key in self._ledger.index.entries and self.state != "gone"
-
-    def __len__(self) -> int:
-        """Loop. Number of records."""
-        return len(self._ledger.index.entries)
-
-    def meta(self, key: bytes) -> Entry | None:
-        """Loop. A record, read-only: ``namespace, nbytes, stored_bytes, parent, position, layout, ref_cnt``; or None."""
-        return self._ledger.index.entries.get(key)
-
-    @property
-    def entries(self) -> Mapping[bytes, Entry]:
-        """Loop. All records by key, read-only."""
-        return self._ledger.index.entries
+    # -- loop: what is used (what is there: ``SsdContents``) ----------------------------------------
 
     def touch(self, keys: Sequence[bytes], ctx: RequestContext | None = None) -> None:
         """Loop. ``keys``, heads first, were used, in whichever tier; written down with the next commit."""
@@ -249,21 +211,6 @@ class SsdTier:
         self._ledger.unpin(entry)
 
     # -- loop: planning ---------------------------------------------------------------------------
-
-    @property
-    def writable(self) -> bool:
-        """Loop. Whether a spill may be tried now."""
-        return self.state == "ok"
-
-    @property
-    def group_bytes(self) -> int:
-        """Loop. Stored bytes that one plan should carry; more of them need further transactions at the limit."""
-        return self._ledger.room.group_bytes
-
-    @property
-    def has_chores(self) -> bool:
-        """Loop. Whether ``plan([])`` has something to do: discarded records, a lowered limit, uses to write down."""
-        return self.writable and self._ledger.has_chores
 
     def plan(self, encoded: Sequence[EncodedBlock] = ()) -> CommitPlan | None:
         """Loop. Choose victims and make a plan; None when there is nothing to commit.
@@ -295,34 +242,19 @@ class SsdTier:
         """Loop. Drop all records, or a namespace's; returns how many. The next plans give the space back."""
         return self._ledger.clear(namespace)
 
-    def forecast(self) -> Forecast:
-        """Loop. Which records would leave for the limit as it is, and how much disk that would give back."""
-        return self._ledger.forecast()
-
     def collect(self) -> None:
         """Loop. Have the next plan give all free pages back to the file system (``gc``, ``compact``): no copy, safe at any time."""
         self._ledger.give_back = True
-
-    def chain(self, key: bytes) -> list[bytes]:
-        """Loop. The keys from the head of ``key``'s chain (or from where it is broken) to ``key``; empty when it is not here."""
-        entry = self._ledger.index.entries.get(key)
-        if entry is None:
-            return []
-        return [*reversed([found.key for found in self._ledger.index.ancestors(entry)]), key]
 
     def persist(self) -> None:
         """Loop. Have recency written by the next plan even if nothing is stored (it goes with each store anyway)."""
         self._ledger.persist()
 
-    # -- loop: namespaces, limits, numbers ----------------------------------------------------------
+    # -- loop: namespaces, limits -------------------------------------------------------------------
 
     def register_namespace(self, id: bytes, descriptor: Mapping[str, object]) -> None:
         """Loop. Keep a namespace's descriptor with its blocks (msgpack-able); written with the next plan."""
         self._ledger.register(id, descriptor)
-
-    def namespaces(self) -> list[SpaceTotals]:
-        """Loop. Every namespace that was registered or has blocks, with its exact totals; read-only."""
-        return list(self._ledger.index.spaces.values())
 
     def set_share(self, namespace: bytes, stored_bytes: int | None) -> None:
         """Loop. At most so many stored bytes for one namespace, from the next plan on; None: no bound of its own."""
@@ -351,8 +283,6 @@ class SsdTier:
     @limit.setter
     def limit(self, limit: int) -> None:
         """Loop. Change it live; ``plan([])`` reaches a lower one step by step. ``ValueError`` below ``MIN_LIMIT``."""
-        if limit < MIN_LIMIT:
-            raise ValueError(f"an SSD limit of {limit} bytes is too small: give {MIN_LIMIT} or more")
         self._settings = replace(self._settings, limit=limit)
         self._ledger.room.limit = limit
 
@@ -367,11 +297,6 @@ class SsdTier:
         self._ledger.room.min_free = nbytes
 
     @property
-    def free_bytes(self) -> int:
-        """Loop. Bytes free on the volume, as last seen."""
-        return self._ledger.room.free_bytes
-
-    @property
     def policy_name(self) -> str:
         """Loop. Name of the policy in use."""
         return self._settings.policy
@@ -381,57 +306,6 @@ class SsdTier:
         self._ledger.warm()
         self._ledger.policy = switched(self._ledger.policy, name)
         self._settings = replace(self._settings, policy=name)
-
-    def totals(self, namespace: bytes) -> SpaceTotals | None:
-        """Loop. A namespace's totals, read-only; None for one that was never registered and has no blocks."""
-        return self._ledger.index.spaces.get(namespace)
-
-    @property
-    def used_bytes(self) -> int:
-        """Loop. What the store's directory takes on the disk, all files together, as ``du`` counts it."""
-        return self._ledger.room.allocated_bytes + self._ledger.room.other_bytes
-
-    @property
-    def file_bytes(self) -> int:
-        """Loop. What the data file takes on the disk."""
-        return self._ledger.room.allocated_bytes
-
-    @property
-    def live_bytes(self) -> int:
-        """Loop. What of it is in use, trees included."""
-        return self._ledger.room.pages.live * self._ledger.room.page_bytes
-
-    @property
-    def over_limit_bytes(self) -> int:
-        """Loop. What has to leave for the limit as it is; 0 when nothing has to."""
-        return self._ledger.room.over_pages * self._ledger.room.page_bytes
-
-    def stats(self) -> dict[str, object]:
-        """Loop. Numbers for ``status`` and metrics; sizes in bytes."""
-        index, room = self._ledger.index, self._ledger.room
-        page_bytes = room.page_bytes
-        return {
-            "state": self.state,
-            "reason": self.reason,
-            "aside": self.aside,
-            "blocks": len(index.entries),
-            "payload_bytes": index.nbytes,
-            "stored_bytes": index.stored_bytes,
-            "used_bytes": self.used_bytes,
-            "limit": room.limit,
-            "min_free": room.min_free,
-            "allowed_bytes": room.allowed_bytes + room.other_bytes,
-            "live_bytes": self.live_bytes,
-            "free_page_bytes": (room.pages.total - room.pages.live) * page_bytes,
-            "other_bytes": room.other_bytes,
-            "over_limit_bytes": self.over_limit_bytes,
-            "pinned_bytes": index.pinned_pages * page_bytes,
-            "waiting_for_parent": sum(len(children) for children in index.waiting.values()),
-            "read_bytes_per_second": self._reader.rate,
-            "margin": room.margin,
-            "counts": dict(self.counts),
-            "lifetime": dict(self.lifetime),
-        }
 
     # -- loop and writer: the disk's health ---------------------------------------------------------
 
@@ -479,7 +353,7 @@ class SsdTier:
         self._environment.close()
         if self._lock is not None:
             self._lock.release()
-        return _open(self.path, self._settings, check)
+        return self._settings.open(self.path, check)
 
     # -- writer -----------------------------------------------------------------------------------
 
@@ -562,19 +436,8 @@ class SsdTier:
             raise
 
     def stored_before(self, keys: Sequence[bytes], when: float) -> Sequence[bytes]:
-        """Worker. Those of ``keys`` (given in the order of their record numbers) that were stored before ``when``.
-
-        ``when``: seconds since the epoch. Reads only as many records as a binary search needs.
-        """
-        low, high = 0, len(keys)
-        while low < high:
-            middle = (low + high) // 2
-            record = get_record(self._environment, keys[middle])
-            if record is not None and record.stored_at >= when:
-                high = middle
-            else:
-                low = middle + 1
-        return keys[:low]
+        """Worker. Those of ``keys`` (in the order of their record numbers) stored before ``when`` (seconds since the epoch)."""
+        return stored_before(self._environment, keys, when)
 
     def read_ahead(self, keys: Sequence[bytes]) -> None:
         """Worker. Have the kernel fetch these records while others are being restored; a hint, raises nothing."""
@@ -585,19 +448,3 @@ class SsdTier:
                 return  # who restores it will be told
             if located is not None:
                 read_ahead(self._environment, located)
-
-
-def _open(path: Path, settings: _Settings, check: bool = False) -> Opened:
-    policy = get_policy(settings.policy)
-
-    def make_policy() -> CachePolicy:
-        return policy(max(64, settings.limit // MEAN_BLOCK_BYTES))
-
-    return open_store(
-        path,
-        limit=settings.limit,
-        durability=settings.durability,
-        make_policy=make_policy,
-        boot=settings.boot,
-        check=check,
-    )

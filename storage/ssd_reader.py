@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 
 from omlxd.storage.codec import RAW, CodecError, decode
 from omlxd.storage.environment import Environment
@@ -88,3 +89,19 @@ class Reader:
         if environment.generation != located.generation or record is None or record.number != located.record.number:
             raise Departed(f"block {key.hex()[:16]} left the SSD while it was read") from error
         raise error if isinstance(error, Damaged) else Damaged(str(error)) from error
+
+
+def stored_before(environment: Environment, keys: Sequence[bytes], when: float) -> Sequence[bytes]:
+    """Those of ``keys`` (given in the order of their record numbers) that were stored before ``when``.
+
+    ``when``: seconds since the epoch. Reads only as many records as a binary search needs.
+    """
+    low, high = 0, len(keys)
+    while low < high:
+        middle = (low + high) // 2
+        record = get_record(environment, keys[middle])
+        if record is not None and record.stored_at >= when:
+            high = middle
+        else:
+            low = middle + 1
+    return keys[:low]
