@@ -13,10 +13,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from omlxd.policy.base import CachePolicy, RequestContext
 from omlxd.storage.ssd_errors import SsdError
-from omlxd.storage.ssd_index import Entry, Index, subtree
+from omlxd.storage.ssd_index import Entry, Index
 from omlxd.storage.ssd_plan import CommitOutcome, CommitPlan, Forecast, Quarantined
 from omlxd.storage.ssd_records import EncodedBlock, Record
-from omlxd.storage.ssd_room import PAGES_PER_BLOCK, SLACK_PAGES, Room, VictimSearch
+from omlxd.storage.ssd_room import PAGES_PER_BLOCK, SLACK_PAGES, Room, VictimSearch, forecast
 from omlxd.storage.ssd_warmup import WarmingPolicy
 
 log = logging.getLogger(__name__)
@@ -182,25 +182,7 @@ class Ledger:
     def forecast(self) -> Forecast:
         """Who would leave for the limit as it is now, in the policy's order. O(records that leave)."""
         self.warm()
-        room, index = self.room, self.index
-        over = room.over_pages
-        leaving: list[Entry] = []
-        for children in (children for parent, children in index.waiting.items() if not self._elsewhere(parent)):
-            leaving += subtree(children)
-        known = set(leaving)
-        leaving += (index.entries[key] for key, _ in self.policy.chunks() if index.entries[key] not in known)
-        by_namespace: Counter[bytes] = Counter()
-        blocks = stored = pages = 0
-        for entry in leaving:
-            if pages >= over:
-                break
-            if entry.ref_cnt == 0:
-                blocks += 1
-                stored += entry.stored_bytes
-                pages += entry.pages
-                by_namespace[entry.namespace] += entry.stored_bytes
-        live = (room.pages.live - pages) * room.page_bytes
-        return Forecast(blocks, stored, dict(by_namespace), max(0, room.allocated_bytes - live))
+        return forecast(self.index, self.policy, self.room, self._elsewhere)
 
     # -- planning ---------------------------------------------------------------------------------
 

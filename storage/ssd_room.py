@@ -9,12 +9,14 @@ Loop thread only.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from omlxd.policy.base import CachePolicy, ChunkStatus
 from omlxd.storage.environment import PIECE_PAGE_BYTES
 from omlxd.storage.ssd_index import Entry, Index, SpaceTotals, subtree
+from omlxd.storage.ssd_plan import Forecast
 from omlxd.storage.ssd_space import Pages
 
 MARGIN = 0.05
@@ -111,6 +113,28 @@ class Room:
     def map_was_full(self) -> None:
         """LMDB found no room where this plan expected some: keep more free from now on."""
         self.margin = min(MAX_MARGIN, self.margin * 1.25)
+
+
+def forecast(index: Index, policy: CachePolicy, room: Room, elsewhere: Callable[[bytes], bool]) -> Forecast:
+    """Who would leave for the limit as it is now: orphans, then in the policy's order. Changes nothing."""
+    over = room.over_pages
+    leaving: list[Entry] = []
+    for children in (children for parent, children in index.waiting.items() if not elsewhere(parent)):
+        leaving += subtree(children)
+    known = set(leaving)
+    leaving += (index.entries[key] for key, _ in policy.chunks() if index.entries[key] not in known)
+    by_namespace: Counter[bytes] = Counter()
+    blocks = stored = pages = 0
+    for entry in leaving:
+        if pages >= over:
+            break
+        if entry.ref_cnt == 0:
+            blocks += 1
+            stored += entry.stored_bytes
+            pages += entry.pages
+            by_namespace[entry.namespace] += entry.stored_bytes
+    live = (room.pages.live - pages) * room.page_bytes
+    return Forecast(blocks, stored, dict(by_namespace), max(0, room.allocated_bytes - live))
 
 
 class _Kept(Collection[bytes]):
