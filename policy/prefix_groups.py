@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from omlxd.policy.base import ChunkStatus
-from omlxd.policy.prefix_model import AGAIN, FRESH, Features, GroupClass
+from omlxd.policy.prefix_model import AGAIN, FRESH, GAP, MOST_GAP, Features, GroupClass
 
 _LONGEST = 9  # octaves of lengths
 _MOST_LEFTOVER_USES = 3
@@ -114,7 +114,7 @@ class Path:
         self.known = 0
         """How many leading blocks had been used before."""
         self.gap = 0
-        """Octave of the time since the deepest of those was used; 0 where there is none."""
+        """Octave of the pace at which the deepest of those is used; 0 where there is none."""
         self.hits = 0
         """How many leading blocks were resident,"""
         self.leading = True
@@ -154,6 +154,18 @@ def path_features(path: Path, kind: int, uses: int) -> Features:
 def leftover_features(group: Group) -> Features:
     """The class of what is left of `group`."""
     return (FRESH, LEFTOVER, min(group.group_class.features[2], _MOST_LEFTOVER_USES))
+
+
+def rhythm(group: Group, gap: int) -> int:
+    """Octave of the pace at which `group` is used, now that it was for the first time in `gap` octaves.
+
+    It rises with one long gap and falls over several short ones: who paused once pauses again.
+    """
+    gap = min(gap, MOST_GAP)
+    features = group.group_class.features
+    if features[0] == AGAIN and features[GAP] > gap:
+        return (gap + features[GAP] + 1) // 2
+    return gap
 
 
 def stretches(path: Path) -> Iterator[tuple[int, int, int, int]]:

@@ -10,9 +10,9 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
 from omlxd.policy.base import ChunkStatus
-from omlxd.policy.prefix_groups import Group, Node, Path, leftover_features, path_features, stretches
+from omlxd.policy.prefix_groups import Group, Node, Path, leftover_features, path_features, rhythm, stretches
 from omlxd.policy.prefix_guard import Guard
-from omlxd.policy.prefix_model import BOUNDS, MOST_GAP, NUM_BINS, GroupClass, SurvivalModel, bin_of
+from omlxd.policy.prefix_model import BOUNDS, NUM_BINS, GroupClass, SurvivalModel, bin_of
 from omlxd.policy.prefix_queue import WorthQueue
 
 GHOSTS_PER_BLOCK = 16
@@ -92,7 +92,7 @@ class History:
             gap = 1
         else:
             path.taken[group] = path.taken.get(group, 0) + 1
-            uses, gap = group.uses + 1, min(MOST_GAP, bin_of(self.now + 1 - group.since))
+            uses, gap = group.uses + 1, rhythm(group, bin_of(self.now + 1 - group.since))
             lru_has_it = self._detach(node, group)
         if path.known == len(path.nodes):
             path.known += 1

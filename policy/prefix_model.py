@@ -58,7 +58,8 @@ FRESH, AGAIN = range(2)
 MOST_GAP = 6
 """Octaves of gaps that are told apart; of what is longer the exact length says nothing more."""
 _RELATIVE_LEVELS = 3  # of the family AGAIN: itself, by the second feature, by the third
-_GAP = 3  # index of the gap in its features
+GAP = 3
+"""Where the gap stands among the features of the family AGAIN."""
 
 
 class GroupClass:
@@ -97,7 +98,7 @@ class GroupClass:
         self.total = 0.0  # events and entries,
         self.renew_at = _RENEW_MINIMUM  # and at how many of them to look again
         self.queued = False
-        self.shift = MOST_GAP - features[_GAP] if features[0] == AGAIN and len(features) > _GAP else 0
+        self.shift = MOST_GAP - features[GAP] if features[0] == AGAIN and len(features) > GAP else 0
         """Bin of the relative classes above it that stands for its own bin 0."""
         self.lineage = self._lineage()
         """Itself and all above it, each with the shift of its bins."""
@@ -280,7 +281,7 @@ def _class_state(item: object) -> tuple[Features, array[float], array[float]]:
         counts = array("d", events), array("d", entries)
     except (TypeError, ValueError) as error:
         raise ValueError(f"policy state: {item!r} is no class of groups; discard the state to start without it") from error
-    if not key or key[0] not in (FRESH, AGAIN) or (len(key) > _GAP and key[0] == AGAIN and not 0 < key[_GAP] <= MOST_GAP):
+    if not key or key[0] not in (FRESH, AGAIN) or (len(key) > GAP and key[0] == AGAIN and not 0 < key[GAP] <= MOST_GAP):
         raise ValueError(f"policy state: no class is {key}; discard the state to start without it")
     if len(counts[0]) != len(counts[1]) or not all(0.0 <= number < 1e15 for numbers in counts for number in numbers):
         raise ValueError(f"policy state: the counts of class {key} are none; discard the state to start without it")
