@@ -15,18 +15,19 @@ import logging
 import os
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from omlxd.policy.base import RequestContext
 from omlxd.storage.blocks import BlockMeta
 from omlxd.storage.codec_choice import CodecChoice
-from omlxd.storage.remote_cluster import Cluster, Node, read_slots
+from omlxd.storage.remote_cluster import Cluster, Node
+from omlxd.storage.remote_health import Servers
 from omlxd.storage.remote_known import Known, Memory
 from omlxd.storage.remote_records import Header, Stranger, unpack_header
 from omlxd.storage.remote_seal import Keyed, Plain, Seal, piece_name, read_key_file, tag_of
-from omlxd.storage.remote_server import Moved, Patience, Server
+from omlxd.storage.remote_server import Patience, Server
 from omlxd.storage.remote_settings import RemoteSettings
 from omlxd.storage.remote_transfer import LinkRate, fetch, write
 from omlxd.storage.remote_writer import Allowance, WriteQueue, block_tokens_of
@@ -40,14 +41,9 @@ ASKS_PER_NODE = 8
 """Workers that may wait for one node at once: a node that hangs must not take them all."""
 SLICE = 128
 """Headers that are checked before other threads get a turn."""
-WRITE_PAUSE_SECONDS = 2.0
-"""How long a node that refuses writes is left alone with them."""
 LOOK_AGAIN_SECONDS = 600.0
 """How often it is looked whether the server still has a prefix that is in use."""
 PREFIXES_SEEN_TO = 4096
-LOOK_SECONDS = 0.1
-IDLE_PING_SECONDS = 5.0
-SLOTS_SECONDS = 1.0
 STOP_SECONDS = 3.0
 
 
@@ -74,6 +70,8 @@ class RemoteTier:
             self._seal: Seal = Keyed(read_key_file(secret)) if secret is not None else Plain()
         except ImportError:
             raise ValueError("remote.key_file: sealing needs a library: pip install 'omlxd[valkey]'") from None
+        except ValueError as error:
+            raise ValueError(f"remote.key_file: {error}") from None
         self.counts: Counter[str] = Counter()
         self.link = LinkRate()
         self._host = host
@@ -81,23 +79,26 @@ class RemoteTier:
         self._wall = wall
         self._known = Known(host.clock, memory or Memory())
         try:
-            self._cluster = Cluster(self.settings.target, Patience(), self.settings.ca_file, host.clock)
+            cluster = Cluster(self.settings.target, Patience(), self.settings.ca_file, host.clock)
         except Trouble as error:
             raise ValueError(f"remote.url: {error}") from None
+        self._servers = Servers(
+            cluster,
+            self.counts,
+            host.clock,
+            deadline=lambda: self.settings.deadline,
+            on_other_map=self._known.forget_all,
+        )
         self._codecs = CodecChoice("auto", disk_rate=lambda: self.link.bytes_per_second, timer=time.perf_counter)
         self._allowance = Allowance(float(self.settings.max_rate), host.clock)
-        self._queue = WriteQueue(send=self._send, ready=self._may_write, counts=self.counts)
+        self._queue = WriteQueue(send=self._send, ready=self._servers.may_write, counts=self.counts)
         self._block_tokens: dict[bytes, int] = {}
         self._ttls: dict[bytes, float] = {}
         self._pinned: dict[bytes, tuple[Header, Node]] = {}
         self._writer = os.urandom(4).hex()
         self._asks = ThreadPoolExecutor(3 * ASKS_PER_NODE, "omlxd-remote-ask")
         self._sends = ThreadPoolExecutor(1, "omlxd-remote-send")
-        self._probes = ThreadPoolExecutor(4, "omlxd-remote-probe")
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._looking: asyncio.Task[None] | None = None
-        self._tasks: set[asyncio.Task[object]] = set()
-        self._slots_at = 0.0
         self._stopping = False
         self._seen_to: OrderedDict[bytes, float] = OrderedDict()
 
@@ -106,19 +107,15 @@ class RemoteTier:
     def start(self) -> None:
         """Loop. Connect, and begin to send what is offered."""
         self._loop = asyncio.get_running_loop()
-        self._looking = self._loop.create_task(self._look_after(), name="omlxd-remote-look")
+        self._servers.start()
         self._queue.start()
 
     async def stop(self) -> None:
         """Loop. Send what waits for a few seconds at most, and end all connections."""
         await self._queue.stop(STOP_SECONDS)
         self._stopping = True
-        tasks = [*self._tasks, *([self._looking] if self._looking is not None else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        self._cluster.close()  # what still waits for an answer ends with its connection
-        for pool in (self._asks, self._sends, self._probes):
+        await self._servers.stop()  # what still waits for an answer ends with its connection
+        for pool in (self._asks, self._sends):
             pool.shutdown(wait=False, cancel_futures=True)
 
     # -- what is there
@@ -136,7 +133,7 @@ class RemoteTier:
 
     def unasked(self, keys: Sequence[bytes]) -> list[bytes]:
         """Loop. Keys that are worth asking for, at most ``ASK_MOST``; none while no server is well."""
-        if self._stopping or not any(node.breaker.closed for node in self._cluster.nodes.values()):
+        if self._stopping or not self._servers.any_well():
             return []
         found: list[bytes] = []
         for key in keys:
@@ -177,7 +174,7 @@ class RemoteTier:
             if timeout >= self.settings.deadline:  # else it was not given the time that it may take
                 question.late = True
                 self.counts["asks_late"] += 1
-                self._failed(question.node, Trouble("slow", f"{question.node.server.address}: it answers late"))
+                self._servers.failed(question.node, Trouble("slow", f"{question.node.server.address}: it answers late"))
 
     # -- restoring
 
@@ -208,12 +205,12 @@ class RemoteTier:
             self.link.note(header.stored_bytes, time.perf_counter() - begun)
             self._keep_alive(node.server, header)
         except Trouble as error:
-            self._soon(self._failed, node, error)
+            self._soon(self._servers.failed, node, error)
             raise
         except Missing:
             self._soon(self._known.absent, [key])
             raise
-        self._soon(self._well, node)
+        self._soon(self._servers.well, node)
         return header.nbytes
 
     def damaged(self, key: bytes, reason: str) -> None:
@@ -269,7 +266,7 @@ class RemoteTier:
         """Loop. Take these off the server too, in the background; a server in trouble keeps them until their time is over."""
         for key in keys:
             self._queue.discard(key)
-        self._background(self._forget(list(keys)))
+        self._servers.background(self._forget(list(keys)))
 
     # -- settings and numbers
 
@@ -283,28 +280,13 @@ class RemoteTier:
 
     def stats(self) -> dict[str, object]:
         """Loop. Numbers for ``status`` and metrics."""
-        nodes = list(self._cluster.nodes.values())
-        worst = next((node for node in nodes if not node.breaker.closed), None)
-        refusing = next((node for node in nodes if node.write_state != "ok"), None)
-        state, reason = "ok", ""
-        if worst is not None:
-            state, reason = worst.breaker.state, worst.breaker.reason
-        elif refusing is not None:
-            state, reason = refusing.write_state, refusing.write_reason
+        state, reason = self._servers.state()
         return {
             "state": state,
             "reason": reason,
             "url": str(self.settings.target),
             "sealed": self.settings.key_file != "",
-            "nodes": [
-                {
-                    "address": str(node.server.address),
-                    "state": node.breaker.state,
-                    "writes": node.write_state,
-                    "opened": node.breaker.opened,
-                }
-                for node in nodes
-            ],
+            "nodes": self._servers.rows(),
             "known_blocks": len(self._known),
             "queue": len(self._queue),
             "link_bytes_per_second": self.link.bytes_per_second,
@@ -313,25 +295,14 @@ class RemoteTier:
 
     def troubles(self) -> list[str]:
         """Loop. What is wrong, a sentence for each node."""
-        found = []
-        for node in self._cluster.nodes.values():
-            if node.breaker.state not in ("ok", "connecting"):
-                found.append(
-                    f"the remote tier is not used for now: {node.breaker.reason}; "
-                    "it is tried again by itself, and local tiers work as ever"
-                )
-            elif node.write_state != "ok":
-                found.append(
-                    f"the remote tier is read but not written: {node.write_reason}; it is tried again by itself"
-                )
-        return found
+        return self._servers.troubles()
 
     # -- inside: asking
 
     def _node_of(self, key: bytes) -> Node | None:
         if not self.settings.target.cluster:
-            return self._cluster.node_of(0)
-        return self._cluster.node_of(tag_of(self._seal.name(key)))
+            return self._servers.cluster.node_of(0)
+        return self._servers.cluster.node_of(tag_of(self._seal.name(key)))
 
     def _get_headers(self, server: Server, keys: Sequence[bytes], namespaces: frozenset[bytes]) -> _Found:
         names = [self._seal.name(key) for key in keys]
@@ -359,11 +330,11 @@ class RemoteTier:
         error = future.exception()
         if isinstance(error, Trouble):
             if not question.late:
-                self._failed(node, error)
+                self._servers.failed(node, error)
             return
         if error is not None:
             log.error("asking %s failed", node.server.address, exc_info=error)
-            self._failed(node, Trouble("refused", f"{node.server.address}: {type(error).__name__}: {error}"))
+            self._servers.failed(node, Trouble("refused", f"{node.server.address}: {type(error).__name__}: {error}"))
             return
         found = future.result()
         self._known.present(found.present)
@@ -376,85 +347,9 @@ class RemoteTier:
         self.counts["found_keys"] += len(found.present)
         self.counts["ask_microseconds"] += round(1e6 * (self._clock() - question.since))
         if not question.late:
-            self._well(node)
-
-    # -- inside: how the servers are
-
-    def _well(self, node: Node, *, probe: bool = False) -> None:
-        if not node.breaker.closed:
-            log.info("the remote tier's server %s is used again", node.server.address)
-        node.breaker.succeeded(probe=probe)
-        node.heard = self._clock()
-
-    def _failed(self, node: Node, trouble: Trouble) -> None:
-        self.counts[f"trouble_{trouble.state}"] += 1
-        if isinstance(trouble, Moved):
-            self._cluster.stale = True
-            return
-        if node not in self._cluster.nodes.values():
-            return  # it has left the cluster meanwhile
-        if node.breaker.failed(trouble.state, trouble.reason):
-            log.warning("the remote tier's server is not used for now: %s", trouble.reason)
-
-    def _refused_write(self, node: Node, trouble: Trouble) -> None:
-        """A write failed: is it only writing that does not work?"""
-        if isinstance(trouble, Moved) or trouble.state not in ("full", "read-only", "refused"):
-            self._failed(node, trouble)
-            return
-        self.counts[f"trouble_{trouble.state}"] += 1
-        if node.write_state == "ok":
-            log.warning("the remote tier is not written for now: %s", trouble.reason)
-        node.write_state, node.write_reason = trouble.state, trouble.reason
-        node.write_again = self._clock() + WRITE_PAUSE_SECONDS
-        self._cluster.stale |= self.settings.target.cluster  # a primary that has become a replica
-
-    async def _look_after(self) -> None:
-        """Probe what is in trouble, and what has not been heard of for long; keep the map of the cluster."""
-        while True:
-            now = self._clock()
-            for node in list(self._cluster.nodes.values()):
-                silent = node.breaker.closed and now - node.heard > IDLE_PING_SECONDS
-                if silent:
-                    node.heard = now
-                if silent or node.breaker.probe_due():
-                    self._background(self._probe(node))
-            cluster = self._cluster
-            unwell = any(not node.breaker.closed for node in cluster.nodes.values())
-            if self.settings.target.cluster and (cluster.stale or unwell) and now - self._slots_at > SLOTS_SECONDS:
-                self._slots_at = now
-                self._background(self._read_map())
-            await asyncio.sleep(LOOK_SECONDS)
-
-    async def _probe(self, node: Node) -> None:
-        begun = self._clock()
-        try:
-            await asyncio.get_running_loop().run_in_executor(self._probes, node.server.ping)
-        except Trouble as error:
-            self._failed(node, error)
-            return
-        if self._clock() - begun > self.settings.deadline:
-            self._failed(
-                node, Trouble("slow", f"{node.server.address}: it answers later than [remote] deadline allows")
-            )
-        else:
-            self._well(node, probe=True)
-
-    async def _read_map(self) -> None:
-        servers = self._cluster.to_ask_for_slots()
-        try:
-            slots = await asyncio.get_running_loop().run_in_executor(self._probes, read_slots, servers)
-        except Trouble as error:
-            log.debug("the cluster's map cannot be read: %s", error)
-            return
-        if self._cluster.adopt(slots):
-            self._known.forget_all()
-            log.info("the remote tier's cluster has %d nodes", len(self._cluster.nodes))
+            self._servers.well(node)
 
     # -- inside: writing
-
-    def _may_write(self) -> bool:
-        now = self._clock()
-        return any(node.writable(now) for node in self._cluster.nodes.values())
 
     async def _send(self, batch: Sequence[bytes]) -> None:
         if unknown := self.unasked(batch):
@@ -465,7 +360,7 @@ class RemoteTier:
                 continue
             node = self._node_of(key)
             if node is None or not node.writable(self._clock()):
-                if not self._may_write():
+                if not self._servers.may_write():
                     self._queue.put_back(batch[index:])
                     return
                 self.counts["dropped_node_unwell"] += 1
@@ -485,7 +380,7 @@ class RemoteTier:
                 self._sends, self._write, node.server, payload, ttl
             )
         except Trouble as error:
-            self._refused_write(node, error)
+            self._servers.refused_write(node, error)
             self._queue.put_back([key])
         except (Missing, Damaged):
             self.counts["dropped_gone"] += 1
@@ -498,10 +393,7 @@ class RemoteTier:
             self.counts["sent_bytes"] += header.stored_bytes
             self._allowance.spend(header.stored_bytes)
             self._known.present([header])
-            if node.write_state != "ok":
-                log.info("the remote tier's server %s is written again", node.server.address)
-                node.write_state, node.write_reason = "ok", ""
-            self._well(node)
+            self._servers.written(node)
         finally:
             payload.release()
 
@@ -538,19 +430,9 @@ class RemoteTier:
                 await asyncio.get_running_loop().run_in_executor(self._sends, node.server.remove, names)
                 self.counts["removed"] += 1
             except Trouble as error:
-                self._refused_write(node, error)
+                self._servers.refused_write(node, error)
 
     # -- inside: tasks
-
-    def _background(self, work: Coroutine[object, object, object]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._background_done)
-
-    def _background_done(self, task: asyncio.Task[object]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("the remote tier's upkeep failed", exc_info=error)
 
     def _soon(self, call: Callable[..., object], *args: object) -> None:
         """Worker. Have the loop's thread call it."""

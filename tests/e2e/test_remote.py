@@ -130,6 +130,41 @@ def test_a_load_asks_by_itself_and_takes_head_middle_and_tail_from_wherever_they
         assert load_exactly(cache, hashes) is None
 
 
+def test_what_is_not_to_be_kept_stays_in_ram_only(start_daemon: StartDaemon, server: ValkeyServer) -> None:
+    a = start_daemon("a", remote_url=server.url, **SIZES)
+    b = start_daemon("b", remote_url=server.url, remote_keep="false", ssd_mode="write_through", **SIZES)
+    hashes = chain(1, 10)
+    with omlxd.connect(a.socket) as cache:
+        store_and_send(cache, hashes)
+    with omlxd.connect(b.socket) as cache:
+        wait_for_state(cache, "ok")
+        for _ in range(3):
+            assert load_exactly(cache, hashes) is None
+        assert space_of(cache).match_keys(hashes).ram == 10
+        ssd = stats_of(cache)["ssd"]
+        assert ssd is not None
+        assert (ssd["blocks"], ssd["dirty_blocks"]) == (0, 0)
+
+
+def test_a_tier_of_somebody_else_serves_in_its_place(start_daemon: StartDaemon, tmp_path: Path) -> None:
+    """Named by module and class; here one that keeps blocks in files."""
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    settings = {
+        "remote_url": "valkey://unused",
+        "remote_ca_file": str(shared),
+        "remote_tier": "tests.e2e.file_tier:FileTier",
+    }
+    a, b = start_daemon("a", **settings, **SIZES), start_daemon("b", **settings, **SIZES)
+    hashes = chain(1, 10)
+    with omlxd.connect(a.socket) as cache:
+        assert space_of(cache).store_keys(hashes, [payload(h, BLOCK) for h in hashes]).stored == 10
+    with omlxd.connect(b.socket) as cache:
+        assert space_of(cache).match_keys(hashes).remote == 10
+        assert load_exactly(cache, hashes) is None
+        assert remote_of(cache)["url"] == str(shared)
+
+
 def test_small_ram_streams_a_chain_from_the_server(start_daemon: StartDaemon, server: ValkeyServer) -> None:
     a = start_daemon("a", remote_url=server.url, ram_size="64MiB", ssd_size="256MiB")
     b = start_daemon("b", remote_url=server.url, ram_size="16MiB", ssd_size="0")
@@ -205,11 +240,18 @@ def test_the_messages_that_a_user_sees(start_daemon: StartDaemon, tmp_path: Path
         open_key.write_text("x" * 64)
         open_key.chmod(0o644)
         unsafe = start_daemon("unsafe", remote_url=f"valkey://:right@{host}", remote_key_file=str(open_key), **SIZES)
-        wait_until(lambda: f"remote: ok, valkey://{host}" in status(right), "a healthy status")
-        wait_until(lambda: "check user and password in [remote] url" in status(wrong), "the message")
-        assert "wr0ng-secret" not in status(wrong) + wrong.log.read_text()
-        assert f"chmod 600 {open_key}" in status(unsafe)
-        assert "remote:" not in status(unsafe).replace("remote.key_file", "")
+        with omlxd.connect(right.socket) as cache:
+            wait_for_state(cache, "ok")
+        assert f"remote: ok, valkey://{host}" in status(right)
+        with omlxd.connect(wrong.socket) as cache:
+            wait_for_state(cache, "refused")
+        said = status(wrong)
+        assert "check user and password in [remote] url" in said
+        assert "wr0ng-secret" not in said + wrong.log.read_text()
+        said = status(unsafe)
+        assert f"there is no remote tier: remote.key_file: the key file {open_key} can be read by others" in said
+        assert f"chmod 600 {open_key}" in said
+        assert "remote: " not in said.replace("tier: remote", "")
 
 
 def test_an_operator_removes_a_block_everywhere(start_daemon: StartDaemon, server: ValkeyServer) -> None:
