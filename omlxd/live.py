@@ -99,8 +99,15 @@ def _ram_policy(live: Live, config: Config) -> None:
         raise Refusal(str(error)) from None
 
 
+def _ssd_is_awaited(live: Live) -> bool:
+    """Is there no SSD tier, but to be one? The next attempt to open it goes by the configuration as it is then."""
+    return live.server.store.ssd is None and bool(live.server.reporter.about.no_ssd)
+
+
 def _ssd_policy(live: Live, config: Config) -> None:
     ssd = live.server.store.ssd
+    if _ssd_is_awaited(live):
+        return
     if ssd is None:
         raise Refusal("there is no SSD tier now")
     try:
@@ -111,6 +118,8 @@ def _ssd_policy(live: Live, config: Config) -> None:
 
 def _ssd_room(live: Live, config: Config) -> None:
     ssd = live.server.store.ssd
+    if _ssd_is_awaited(live) and not config.ssd_is_off:
+        return
     if ssd is None or config.ssd_is_off:
         raise Refusal("the SSD tier can only be switched on or off by a restart")
     volume = live.volume(ssd.path)

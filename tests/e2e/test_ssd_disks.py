@@ -15,7 +15,7 @@ from omlxd.schema import SsdStats, Stats
 from scripts.daemon_process import CHECKOUT, DaemonProcess
 from tests.e2e.blocks import chain, payload
 from tests.e2e.conftest import StartDaemon
-from tests.omlxd.configured import stats_of, wait_for
+from tests.omlxd.configured import ConfiguredDaemon, stats_of, wait_for
 
 NBYTES = 200_000
 BLOCKS = 5
@@ -305,6 +305,24 @@ def test_a_share_of_the_volume_that_is_too_small_leaves_ram_alone(start_daemon: 
     assert found["ssd"] is None
     assert any("too full for an SSD tier" in warning for warning in found["warnings"])
     assert have(daemon, store_without_ssd(daemon, 1)) == BLOCKS
+
+
+def test_a_size_that_is_corrected_while_the_daemon_runs_brings_the_tier(tmp_path: Path) -> None:
+    daemon = ConfiguredDaemon(tmp_path / "daemon")
+    try:
+        daemon.set("ssd.size", '"0.000001%"')
+        daemon.start()
+        store_without_ssd(daemon, 1)
+        assert stats(daemon)["ssd"] is None
+        daemon.set("ssd.size", '"64MiB"')
+        wait_for(lambda: stats(daemon)["ssd"])
+        assert stats(daemon)["warnings"] == []
+        flush(daemon)
+        assert ssd(daemon)["blocks"] == BLOCKS
+        assert ssd(daemon)["limit"] == 64 * MIB
+    finally:
+        daemon.kill()
+        daemon.close()
 
 
 def serve(daemon: DaemonProcess) -> subprocess.CompletedProcess[str]:
