@@ -18,7 +18,7 @@ from omlxd import operations, storing
 from omlxd.backoff import Backoff
 from omlxd.errors import Refused, Unavailable
 from omlxd.leases import LeaseCore, LoadedBlock
-from omlxd.link import CALL_SECONDS, Call, Link, NotYet
+from omlxd.link import CALL_SECONDS, Call, Link, NotYet, forgotten_in_children
 from omlxd.operations import (
     DEFAULT_LOAD_SECONDS,
     DEFAULT_STORE_SECONDS,
@@ -75,6 +75,7 @@ class Cache:
         self._greeting: Link | None = None
         """A link whose greeting is not answered yet."""
         self._link: Link | None = None
+        forgotten_in_children().add(self)
         try:
             self._link = self._open()
         except Unavailable:
@@ -165,6 +166,11 @@ class Cache:
         return self.call("stats")
 
     # -- connection
+
+    def forget(self) -> None:
+        """In a forked child: connect anew when asked."""
+        self._lock = threading.Lock()  # another thread of the parent may have held it
+        self._link = self._greeting = None
 
     def _open(self) -> Link:
         """A new link. Raises Unavailable, Refused.

@@ -15,7 +15,7 @@ import time
 import weakref
 from collections import deque
 from functools import cache
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 from omlxd.descriptors import READ_BYTES, receive_into
 from omlxd.errors import Refused, Unavailable
@@ -103,7 +103,7 @@ class Link:
         self._poll_in.register(self._sock, select.POLLIN)
         self._poll_out = select.poll()
         self._poll_out.register(self._sock, select.POLLOUT)
-        _links().add(self)
+        forgotten_in_children().add(self)
         self._hello = self.begin("hello", greeting(name), timeout)
 
     def greet(self, timeout: float) -> None:
@@ -162,6 +162,8 @@ class Link:
 
     def begin(self, verb: str, fields: Message, timeout: float = CALL_SECONDS) -> Call:
         """Send a request; its answer is taken with :meth:`next`."""
+        if self._dead is not None:
+            raise Unavailable(self._dead)
         with self._sending:
             if self._dead is not None:
                 raise Unavailable(self._dead)
@@ -359,7 +361,7 @@ class Link:
             with contextlib.suppress(IndexError, OSError):
                 os.close(self._fds.popleft())
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         """In a child process: this is the parent's."""
         self._dead = "this process was forked: connect again"
         self.holding.forget(self._dead)
@@ -380,14 +382,21 @@ def _connected(path: str, timeout: float) -> socket.socket:
     return sock
 
 
+class Forgettable(Protocol):
+    """What a forked child must not use as it is: a parent's socket, a lock that another thread of the parent held."""
+
+    def forget(self) -> None:
+        """Called in the child."""
+
+
 @cache
-def _links() -> weakref.WeakSet[Link]:
-    """All links of this process. A forked child must not keep its parent's socket open, nor speak on it."""
-    links: weakref.WeakSet[Link] = weakref.WeakSet()
+def forgotten_in_children() -> weakref.WeakSet[Forgettable]:
+    """All of these in this process."""
+    all_of_them: weakref.WeakSet[Forgettable] = weakref.WeakSet()
 
     def forget() -> None:
-        for link in list(links):
-            link._forget()
+        for one in list(all_of_them):
+            one.forget()
 
     os.register_at_fork(after_in_child=forget)
-    return links
+    return all_of_them
