@@ -64,6 +64,8 @@ def store(
         if answer["slots"]:
             new = yield from _write(owner, space, offers, answer["slots"])
             stored += new
+            if new < len(answer["slots"]):  # an operator has removed them while they were written
+                declined["removed"] += len(answer["slots"]) - new
             if new == len(answer["slots"]):
                 nbytes += sum(offers[index].nbytes for index, *_ in answer["slots"])
         at += len(offers)

@@ -14,7 +14,10 @@ def keep_storing(cache: Cache, stop: threading.Event) -> None:
     number = 0
     while not stop.is_set():
         number += 1
-        fill(cache, model=f"org/{number % 50}", blocks=2, nbytes=64 << 10)
+        space = cache.namespace(model=f"org/{number % 50}", fingerprint="f", block_tokens=16)
+        result = space.store(list(range(32)), [bytes(64 << 10)] * 2)
+        # Cleared while it was written is a reason too: nothing is left out.
+        assert result.stored + result.present + sum(result.declined.values()) == 2, result
 
 
 def test_flush_and_clear_of_ram_end_under_load(daemon: ConfiguredDaemon) -> None:
