@@ -15,7 +15,7 @@ from omlxd.errors import Refused, Unavailable
 from omlxd.holding import Holding
 from omlxd.link import CALL_SECONDS, NotYet, greeting, limits_of
 from omlxd.operations import Limits, undo
-from omlxd.protocol import Answer, ClientSide, Message, ProtocolError
+from omlxd.protocol import Answer, ClientSide, Message, ProtocolError, RequestError
 
 
 class AsyncCall:
@@ -109,7 +109,10 @@ class AsyncLink:
         """Send a request; its answer is taken with :meth:`next`."""
         if self.dead is not None:
             raise Unavailable(self.dead)
-        call_id, frame = self._protocol.request(verb, fields)
+        try:
+            call_id, frame = self._protocol.request(verb, fields)
+        except RequestError as error:  # the daemon would say the same
+            raise Refused(error.code, str(error)) from None
         call = self._calls[call_id] = AsyncCall(call_id)
         self._connection.send(frame)
         return call

@@ -392,6 +392,8 @@ def load_config(
 
 def _read_file(file: Path) -> dict[str, Any]:
     try:
+        if file.exists() and not (file.is_file() or file.is_dir()):  # a pipe would be waited for, by the whole daemon
+            raise ConfigError([Problem(str(file), None, "file", "cannot be read: not a regular file")])
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}

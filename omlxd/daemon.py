@@ -18,11 +18,11 @@ import psutil
 
 from omlxd.activation import extend_timeout, inherited_sockets, notify
 from omlxd.config import Config
-from omlxd.listening import Listening, listen_at
+from omlxd.listening import Listening, SocketTaken, listen_at
 from omlxd.live import Live, Volume
 from omlxd.metrics import MetricsServer
 from omlxd.models import ModelFolders
-from omlxd.paths import config_path, socket_path
+from omlxd.paths import PathError, config_path, socket_path
 from omlxd.report import About
 from omlxd.server import Server, ServerSettings
 from omlxd.ssd_opening import NoSsd, announce_trimming, open_ssd
@@ -86,6 +86,9 @@ class Daemon:
         self._volumes = KnownVolumes()
         self._stop = asyncio.Event()
         self._signals = 0
+        self._listening: Listening | None = None
+        """The socket, unless the service manager owns it."""
+        self._cannot_listen = False
 
     async def run(self, ready: Callable[[str], None] | None = None) -> None:
         """Serve until told to stop; ``ready`` is told the socket once clients can connect.
@@ -97,14 +100,13 @@ class Daemon:
         loop = asyncio.get_running_loop()
         sizes = sizes_of(self.config)
         sockets = inherited_sockets()
-        listening: Listening | None = None
         if sockets:
             self.about.socket = str(sockets[0].getsockname())
         else:
             chosen = self.config.daemon.socket
             path = Path(chosen).expanduser() if chosen else socket_path()
-            listening = listen_at(path, group=self._group())
-            sockets = [listening.sock]
+            self._listening = listen_at(path, group=self._group())
+            sockets = [self._listening.sock]
             self.about.socket = str(path)
         try:
             store = self.open_store(sizes)
@@ -125,8 +127,8 @@ class Daemon:
                 await self._stop.wait()
             await self._shut_down(server)
         finally:
-            if listening is not None:
-                listening.close()
+            if self._listening is not None:
+                self._listening.close()
 
     def open_store(self, sizes: Sizes) -> Store:
         """Open all tiers as the configuration says. A store that is broken is moved aside, not an error."""
@@ -252,6 +254,7 @@ class Daemon:
             try:
                 server.reporter.sample()
                 server.pins.sweep()
+                self._look_after_socket(server)
                 server.store.withdraw_overdue()
                 if server.store.spiller is not None:
                     await server.store.spiller.look_after_disk()
@@ -262,6 +265,22 @@ class Daemon:
                 server.counts["internal_errors"] += 1
                 log.exception("upkeep failed")
             await asyncio.sleep(UPKEEP_SECONDS)
+
+    def _look_after_socket(self, server: Server) -> None:
+        """Its file may have been deleted, by hand or by what cleans /tmp: nobody would ever find the daemon again."""
+        if self._listening is None or self._listening.is_found:
+            return
+        try:
+            self._listening = self._listening.again()
+        except (SocketTaken, PathError) as error:
+            if not self._cannot_listen:
+                log.error("the socket's file has gone, and can't be made again: %s", error)
+            self._cannot_listen = True
+            return
+        self._cannot_listen = False
+        server.stop_listening()
+        server.listen([self._listening.sock])
+        log.warning("the socket's file %s had gone: made again", self._listening.path)
 
     async def _shut_down(self, server: Server) -> None:
         store = server.store

@@ -21,7 +21,7 @@ from omlxd.descriptors import READ_BYTES, receive_into
 from omlxd.errors import Refused, Unavailable
 from omlxd.holding import Holding
 from omlxd.operations import Limits, undo
-from omlxd.protocol import MIN_VERSION, VERSION, Answer, ClientSide, Message, ProtocolError
+from omlxd.protocol import MIN_VERSION, VERSION, Answer, ClientSide, Message, ProtocolError, RequestError
 
 CALL_SECONDS = 5.0
 """How long a client waits for an answer that needs no work of the daemon before it takes it for dead."""
@@ -167,7 +167,10 @@ class Link:
         with self._sending:
             if self._dead is not None:
                 raise Unavailable(self._dead)
-            call_id, frame = self._protocol.request(verb, fields)
+            try:
+                call_id, frame = self._protocol.request(verb, fields)
+            except RequestError as error:  # the daemon would say the same
+                raise Refused(error.code, str(error)) from None
             call = Call(call_id)
             self._calls[call_id] = call
             self._send(frame, time.monotonic() + timeout)
@@ -289,6 +292,10 @@ class Link:
                     self._mute = len(view) < len(frame)
                     self._fail(f"the daemon at {self.path} takes no data", hung=True)
             except OSError as error:
+                self._look()  # it may have said why
+                if self._dead is not None:
+                    self.holding.cut_off(self._dead)
+                    raise Unavailable(self._dead) from None
                 self._cut_off(error)
 
     def _look(self) -> None:

@@ -25,12 +25,34 @@ class Listening:
     sock: socket.socket
     path: Path
     lock: int
+    file: tuple[int, int]
+    """Inode and time of the socket's file: is it still this one that newcomers find?"""
+    group: int | None = None
+
+    @property
+    def is_found(self) -> bool:
+        """Does the path lead to this socket? Not after somebody has deleted or replaced its file."""
+        try:
+            return _file_at(self.path) == self.file
+        except OSError:
+            return False
+
+    def again(self) -> Listening:
+        """Listen at the path once more, when it does not lead here any longer. Raises as :func:`listen_at` does."""
+        self._let_go()
+        return listen_at(self.path, group=self.group)
 
     def close(self) -> None:
         """Close the socket and remove its file."""
         self.sock.close()
-        self.path.unlink(missing_ok=True)
-        os.close(self.lock)
+        if self.is_found:
+            self.path.unlink(missing_ok=True)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        lock, self.lock = self.lock, -1
+        if lock >= 0:
+            os.close(lock)
 
 
 def listen_at(path: Path, *, group: int | None = None, backlog: int = 128) -> Listening:
@@ -63,6 +85,7 @@ def listen_at(path: Path, *, group: int | None = None, backlog: int = 128) -> Li
             if group is not None:
                 os.chown(path, -1, group)
             sock.listen(backlog)
+            file = _file_at(path)
         except OSError as error:
             sock.close()
             raise PathError(
@@ -71,7 +94,12 @@ def listen_at(path: Path, *, group: int | None = None, backlog: int = 128) -> Li
     except BaseException:
         os.close(lock)
         raise
-    return Listening(sock, path, lock)
+    return Listening(sock, path, lock, file, group)
+
+
+def _file_at(path: Path) -> tuple[int, int]:
+    found = os.lstat(path)
+    return found.st_ino, found.st_mtime_ns
 
 
 def _remove_stale(path: Path) -> None:

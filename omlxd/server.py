@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -19,7 +20,7 @@ from omlxd.history import History
 from omlxd.namespaces import NamespaceInfo, Namespaces
 from omlxd.peer import peer_of
 from omlxd.pins import Pins
-from omlxd.protocol import MAX_FRAME_BYTES, Code, RequestError
+from omlxd.protocol import MAX_FRAME_BYTES, Code, ProtocolError, RequestError, ServerSide
 from omlxd.report import About, Reporter
 from omlxd.session import Session
 from omlxd.storage import upkeep
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
     from omlxd.models import ModelFolders
 
 log = logging.getLogger(__name__)
+
+ACCEPT_AGAIN_SECONDS = 1.0
+"""How long newcomers wait when the system gives no descriptor for one."""
 
 assert operator_verbs  # importing them registers their verbs
 assert explain_verbs
@@ -199,9 +203,17 @@ class Server:
                 return
             except OSError as error:
                 self.counts["accept_failed"] += 1
-                log.error("a client could not be accepted: %s", error)
+                log.error("a client could not be accepted: %s; tried again in %.0f s", error, ACCEPT_AGAIN_SECONDS)
+                # It goes on waiting, and the loop would call for it without end.
+                loop = asyncio.get_running_loop()
+                loop.remove_reader(listening.fileno())
+                loop.call_later(ACCEPT_AGAIN_SECONDS, self._accept_again, listening)
                 return
             self._admit(sock)
+
+    def _accept_again(self, listening: socket.socket) -> None:
+        if listening in self._listening:
+            asyncio.get_running_loop().add_reader(listening.fileno(), self._accept, listening)
 
     def _admit(self, sock: socket.socket) -> None:
         try:
@@ -215,7 +227,14 @@ class Server:
             why = "too_many_clients" if allowed else "foreign_user"
             self.counts[f"refused_{why}"] += 1
             log.warning("a client (pid %d, uid %d) is refused: %s", peer.pid, peer.uid, why)
-            sock.close()
+            reason = (
+                f"{len(self.sessions)} clients are connected, the most that may be"
+                if allowed
+                else "this daemon is another user's"
+            )
+            with sock, contextlib.suppress(OSError):  # a new socket's buffer takes it at once
+                sock.setblocking(False)
+                sock.send(ServerSide.farewell(ProtocolError(Code.TOO_MANY if allowed else Code.REFUSED, reason)))
             return
         session = Session(self, sock, peer, self._next)
         self.sessions[self._next] = session

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from omlxd.fields import MAX_BLOCK_BYTES, Fields
+from omlxd.fields import Fields
 from omlxd.operations import DEFAULT_LOAD_SECONDS, DEFAULT_STORE_SECONDS
 from omlxd.protocol import KEY_BYTES, MIN_VERSION, VERSION, Code, Message, RequestError
 from omlxd.storage.blocks import BlockMeta
@@ -21,6 +21,7 @@ from omlxd.storage.ram import RamBlock
 
 if TYPE_CHECKING:
     from omlxd.namespaces import NamespaceInfo
+    from omlxd.server import Server
     from omlxd.session import Session
 
 Answer: TypeAlias = Message | Coroutine[object, object, Message | None] | None
@@ -251,6 +252,11 @@ def complete_store(session: Session, fields: Fields, request_id: int) -> Message
     return {"stored": stored}
 
 
+def _inline_limit(server: Server) -> int:
+    """Payload bytes that fit a frame, either way."""
+    return server.settings.max_frame - 1024
+
+
 @verb("get")
 async def get(session: Session, fields: Fields, request_id: int) -> Message:
     """One block's payload inline, or None."""
@@ -261,7 +267,7 @@ async def get(session: Session, fields: Fields, request_id: int) -> Message:
     server = session.server
     server.refuse_when_closing()
     nbytes = server.store.nbytes_of(keys[0])
-    limit = server.settings.max_frame - 1024
+    limit = _inline_limit(server)
     if nbytes is not None and nbytes > limit:
         raise RequestError(Code.TOO_LARGE, f"the block has {nbytes} bytes; inline at most {limit} go: use load")
     return {"payload": await server.store.get(keys[0], timeout=fields.seconds("timeout", DEFAULT_LOAD_SECONDS))}
@@ -273,7 +279,7 @@ async def put(session: Session, fields: Fields, request_id: int) -> Message:
     server = session.server
     info = session.namespace(fields)
     keys = fields.keys(most=1)
-    payload = fields.blob("payload", longest=MAX_BLOCK_BYTES)
+    payload = fields.blob("payload", longest=_inline_limit(server))
     if len(keys) != 1 or not payload:
         raise RequestError(Code.BAD_REQUEST, "put takes one key and a payload of at least one byte")
     parent = fields.blob("parent", longest=KEY_BYTES) if "parent" in fields else None

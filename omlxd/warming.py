@@ -7,6 +7,7 @@ for whole runs, without the GIL, keeps ahead of whoever copies.
 from __future__ import annotations
 
 import _thread
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -55,8 +56,7 @@ class Warmer:
 
     def forget_slots(self) -> None:
         """A lease has ended: its slots may be given back to the system, and to touch them would take memory again."""
-        with self._lock:
-            self._urgent.clear()
+        self._urgent.clear()  # without the lock: leases end inside the garbage collector, in a thread that may hold it
 
     def stop(self) -> None:
         """Do no more."""
@@ -92,7 +92,7 @@ class Warmer:
     def _next(self) -> Run | None:
         with self._lock:
             for queue in (self._urgent, self._ahead):
-                if queue:
+                with contextlib.suppress(IndexError):  # it may be cleared at any moment
                     return queue.popleft()
             self._running = False
             return None

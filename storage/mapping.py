@@ -154,7 +154,7 @@ class _Mapped:
     def __init__(self, fd: int, nbytes: int) -> None:
         self.nbytes = nbytes
         self._fd = fd
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # `close` may run inside the garbage collector, in a thread that holds it
         self._read: NDArray[np.uint8] = np.frombuffer(_map(fd, nbytes, mmap.ACCESS_READ), np.uint8)
         self._write: memoryview | None = None
         granules = -(-nbytes // GRANULE_BYTES)

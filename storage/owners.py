@@ -26,6 +26,8 @@ class Reservation:
     block: RamBlock
     since: float
     """On the store's clock."""
+    withdrawn: bool = False
+    """May others store the block, because it was not written in time?"""
 
 
 @dataclass(slots=True)
@@ -36,6 +38,8 @@ class Owner:
     reservations: dict[int, Reservation] = field(default_factory=dict)
     reserved_bytes: int = 0
     """Payload bytes of its reservations."""
+    withdrawn_bytes: int = 0
+    """Those of them that come too late to become blocks."""
 
     def lease(self, lease_id: int) -> Load:
         """A lease by its id, taken out. Raises UnknownId."""
@@ -56,9 +60,18 @@ class Owner:
 
     def pop_reservation(self, reservation: int) -> RamBlock:
         """One reservation's block, taken out."""
-        block = self.reservations.pop(reservation).block
-        self.reserved_bytes -= block.meta.nbytes
-        return block
+        taken = self.reservations.pop(reservation)
+        self.reserved_bytes -= taken.block.meta.nbytes
+        self.withdrawn_bytes -= taken.block.meta.nbytes * taken.withdrawn
+        return taken.block
+
+    def withdraw_older(self, than: float) -> list[RamBlock]:
+        """The blocks of reservations that were made before ``than``, and not withdrawn so far; they are from now on."""
+        late = [one for one in self.reservations.values() if one.since < than and not one.withdrawn]
+        for one in late:
+            one.withdrawn = True
+            self.withdrawn_bytes += one.block.meta.nbytes
+        return [one.block for one in late if not one.block.detached]
 
 
 class Owners:
@@ -92,6 +105,10 @@ class Owners:
     def reserved_bytes(self) -> int:
         """Payload bytes of all reservations."""
         return sum(owner.reserved_bytes for owner in self)
+
+    def coming_bytes(self) -> int:
+        """Payload bytes of the reservations that may yet become blocks: those that were not withdrawn."""
+        return sum(owner.reserved_bytes - owner.withdrawn_bytes for owner in self)
 
     def held(self) -> dict[str, int]:
         """Gauges: leases, leased blocks and bytes, reservations, reserved bytes."""

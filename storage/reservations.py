@@ -129,14 +129,12 @@ class Reservations:
         self._room.set()
 
     def overdue(self, seconds: float) -> list[RamBlock]:
-        """Blocks that have been reserved for longer than ``seconds`` and are not written yet."""
+        """Blocks that have been reserved for longer than ``seconds`` and are not written yet, each of them once.
+
+        They count no longer as bytes that will have to be written: others may store as much.
+        """
         then = self._clock() - seconds
-        return [
-            reservation.block
-            for owner in self._owners
-            for reservation in owner.reservations.values()
-            if reservation.since < then and not reservation.block.detached
-        ]
+        return [block for owner in self._owners for block in owner.withdraw_older(then)]
 
     def _sort(self, metas: Sequence[BlockMeta], offer: Offer) -> list[tuple[int, BlockMeta]]:
         """What has to be written; what is here, or cannot be, is noted in ``offer``."""
@@ -177,7 +175,7 @@ class Reservations:
             return "no_room"
         if self.spiller is None:
             return ""
-        waiting = self.spiller.dirty_bytes + self._owners.reserved_bytes() + taken
+        waiting = self.spiller.dirty_bytes + self._owners.coming_bytes() + taken
         kept = waiting + nbytes <= self.spiller.settings.max_dirty_bytes or (not waiting and blocks == 1)
         return "" if kept else "ssd_behind"
 

@@ -16,6 +16,8 @@ import omlxd
 from omlxd.errors import Refused, Unavailable
 from omlxd.link import Link
 from omlxd.protocol import FrameReader, Message, encode
+from omlxd.storage.mapping import SegmentMap
+from omlxd.warming import Warmer
 
 Script = Callable[[Message, Callable[[Message], None]], None]
 
@@ -297,3 +299,21 @@ def test_an_error_answer_is_refused_and_the_link_goes_on(path: Path) -> None:
         deadline = time.monotonic() + 10
         while link.dead is None:
             assert time.monotonic() < deadline
+
+
+def test_a_lease_may_end_in_the_garbage_collector_of_a_thread_that_is_warming() -> None:
+    """What `_steps` allocates may start a collection, which may end a lease."""
+    warmer = Warmer(SegmentMap())
+
+    def runs() -> Iterator[tuple[int, int, int, bool, bool]]:
+        warmer.forget_slots()
+        yield (0, 0, 1, False, False)
+
+    done = threading.Event()
+
+    def work() -> None:
+        warmer._add(warmer._urgent, runs())
+        done.set()
+
+    threading.Thread(target=work, daemon=True).start()
+    assert done.wait(10)

@@ -232,6 +232,23 @@ def test_a_slot_that_is_not_written_for_long_does_not_keep_others_from_the_block
     run(work)
 
 
+def test_what_is_withdrawn_does_not_count_as_bytes_to_come() -> None:
+    async def work() -> None:
+        async with a_store(pages=8, reserve_seconds=60.0) as (store, clock):
+            slow = await stored(store, "slow", keys_of("a", 4))
+            assert store._owners.coming_bytes() == 4 * PAGE
+            clock.now += 61
+            store.withdraw_overdue()
+            quick = await stored(store, "quick", keys_of("b", 1))
+            assert store._owners.coming_bytes() == PAGE
+            assert store.held()["reserved_bytes"] == 5 * PAGE, "its memory is still in the slow writer's hands"
+            store.complete_store("slow", slow, success=True)
+            store.complete_store("quick", quick, success=True)
+            assert store._owners.coming_bytes() == store.held()["reserved_bytes"] == 0
+
+    run(work)
+
+
 def test_a_store_waits_for_room_and_gets_it() -> None:
     async def work() -> None:
         async with a_store(pages=4) as (store, _):
