@@ -103,6 +103,7 @@ StartLimitBurst=5
 
 [Service]
 Type=notify
+WorkingDirectory=/
 ExecStart={" ".join(_quote(argument, dollar=True) for argument in service.command)}
 ExecReload=/bin/kill -HUP $MAINPID
 {environment}Restart=on-failure

@@ -123,4 +123,12 @@ def test_editable_install_follows_the_links_and_shadows_nobody(tmp_path: Path) -
         "print(omlxd.__file__)\n"
         "assert u.find_spec('storage') is None and u.find_spec('policy') is None\n"
     )
-    assert python("-c", script, cwd=tmp_path).strip() == str(ROOT / "omlxd/__init__.py")
+    assert Path(python("-c", script, cwd=tmp_path).strip()).resolve() == ROOT / "omlxd/__init__.py"
+
+
+def test_a_program_beside_a_checkout_called_omlxd_finds_the_package(tmp_path: Path) -> None:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "omlxd").mkdir()  # what `git clone` makes: a folder without an __init__.py
+    (tmp_path / "site" / "omlxd").symlink_to(ROOT / "omlxd")  # what scripts/environment makes
+    script = f"import sys; sys.path.append({str(tmp_path / 'site')!r})\nimport omlxd\nprint(omlxd.__version__)\n"
+    assert python("-c", script, cwd=tmp_path).strip()
