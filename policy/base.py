@@ -50,6 +50,9 @@ class RequestContext:
 
     def __init__(self, req_id: str = "") -> None:
         self.req_id = req_id
+        self.may_be_declined = False
+        """Whether a policy may refuse what this request stores because it has better use for the room. A restore
+        must not be refused for that: its block is being asked for."""
         self.scratch: dict[object, object] = {}
         self.positions: dict[bytes, int] = {}
 
@@ -162,6 +165,17 @@ class CachePolicy(ABC):
             victims += one
             if enough(*one[0]):
                 return victims
+
+    @property
+    def declined(self) -> bool:
+        """Whether the last `evict` or `evict_until` gave None because what would leave is worth more than what would
+        come: waiting for room is of no use then. Only for requests that `may_be_declined`.
+        """
+        return False
+
+    def worth_writing(self, key: bytes) -> bool:
+        """Asked of the SSD tier's policy before a block is written there: is it likely enough to be asked for again?"""
+        return True
 
     def chunks(self) -> Iterator[tuple[bytes, ChunkStatus]]:
         """All resident keys with their chunks, least valuable first. Raises NotImplementedError where a

@@ -15,7 +15,11 @@ from math import inf
 from omlxd.policy.base import CachePolicy, ChunkStatus, RequestContext, Victims, arrange, order_request_keys, state_keys
 from omlxd.policy.prefix_groups import STRETCH, Group, Node, Path, path_features
 from omlxd.policy.prefix_history import History
+from omlxd.policy.prefix_model import chance_of_use
 from omlxd.policy.prefix_state import PrefixState
+
+LEAST_CHANCE = 0.05
+"""Chance of a use below which a block is not worth a write to the SSD."""
 
 
 class PrefixCachePolicy(CachePolicy):
@@ -25,9 +29,12 @@ class PrefixCachePolicy(CachePolicy):
         super().__init__(cache_capacity)
         self._history = History(cache_capacity)
         self._missed: Sequence[bytes] = ()
-        self.declined = False
-        """Whether the last search for victims gave none because what would leave is worth more than what
-        would come: waiting for room is of no use then."""
+        self._declined = False
+
+    @property
+    def declined(self) -> bool:
+        """Whether the last search for victims gave none because all that may leave is worth more than what would come."""
+        return self._declined
 
     def get(self, key: bytes) -> ChunkStatus | None:
         """The chunk of `key`, or None."""
@@ -47,6 +54,7 @@ class PrefixCachePolicy(CachePolicy):
             path = self._history.open_path()
             ctx.scratch[self] = (self._history, path)
         path.expected = len(ctx.positions)
+        path.context = ctx
         self._history.use(path, keys, create=True)
 
     def _path(self, ctx: RequestContext | None) -> Path | None:
@@ -122,7 +130,7 @@ class PrefixCachePolicy(CachePolicy):
         """Forget everything, what was learnt included."""
         self._history = History(self.cache_capacity)
         self._missed = ()
-        self.declined = False
+        self._declined = False
 
     def mark_evictable(self, key: bytes) -> None:
         """Let the chunk's group be evicted, where it waited for this chunk."""
@@ -144,7 +152,7 @@ class PrefixCachePolicy(CachePolicy):
     def evict(self, n: int, protected: Collection[bytes]) -> Victims | None:
         """The deepest blocks of the `n` least worthy places, or None and nothing changed."""
         if n > self._history.num_residents:
-            self.declined = False
+            self._declined = False
             return None
         return self._evict(n, None, protected)
 
@@ -160,7 +168,7 @@ class PrefixCachePolicy(CachePolicy):
         by_use = history.guard.lru_leads
         pick = queue.oldest if by_use else queue.least
         highest = inf if by_use else self._worth_of_newcomers(protected)
-        self.declined = False
+        self._declined = False
         victims: list[tuple[Node, ChunkStatus]] = []
         passed: list[Group] = []
         sated = n == 0
@@ -177,7 +185,7 @@ class PrefixCachePolicy(CachePolicy):
                 passed.append(group)
                 continue
             if worth > highest:
-                self.declined = True
+                self._declined = True
                 break
             chunk = node.chunk
             history.depart(node)
@@ -185,7 +193,7 @@ class PrefixCachePolicy(CachePolicy):
             sated = len(victims) == n or (enough is not None and enough(node.key, chunk))
         for group in reversed(passed):
             queue.add(group, first=True)
-        if not sated and not self.declined:
+        if not sated and not self._declined:
             sated = self._take_any(n, enough, protected, victims)
         if not sated:
             for node, chunk in reversed(victims):
@@ -206,6 +214,8 @@ class PrefixCachePolicy(CachePolicy):
             return inf
         group = deepest.group
         if isinstance(group, Path):
+            if group.context is None or not group.context.may_be_declined:
+                return inf
             uses = group.uses_at(deepest.place)
             return self._history.model.of(path_features(group, STRETCH, uses)).worths[0]
         return group.group_class.worths[group.bin]
@@ -231,6 +241,14 @@ class PrefixCachePolicy(CachePolicy):
         return False
 
     # What the tiers ask
+
+    def worth_writing(self, key: bytes) -> bool:
+        """Whether the block is likely enough to be used again; True for one that nothing is known of."""
+        node = self._history.nodes.get(key)
+        if node is None or isinstance(node.group, Path):
+            return True
+        group = node.group
+        return chance_of_use(group.group_class.hazards, group.bin) >= LEAST_CHANCE
 
     def chunks(self) -> Iterator[tuple[bytes, ChunkStatus]]:
         """All resident keys with their chunks, least worthy first."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from omlxd.policy.base import ChunkStatus
+from omlxd.policy.base import ChunkStatus, RequestContext
 from omlxd.policy.prefix_model import AGAIN, FRESH, GAP, MOST_GAP, Features, GroupClass
 
 _LONGEST = 9  # octaves of lengths
@@ -44,7 +44,21 @@ class Node:
 class Group:
     """Blocks of one age and class, head to tail; None where one was taken over."""
 
-    __slots__ = ("bin", "cell", "count", "edge", "features", "group_class", "nodes", "rank", "shadow", "since", "size", "top", "uses")
+    __slots__ = (
+        "bin",
+        "cell",
+        "count",
+        "edge",
+        "features",
+        "group_class",
+        "nodes",
+        "rank",
+        "shadow",
+        "since",
+        "size",
+        "top",
+        "uses",
+    )
 
     def __init__(self, nodes: list[Node | None], group_class: GroupClass, uses: int, since: int, rank: int) -> None:
         self.nodes = nodes
@@ -98,7 +112,21 @@ class Group:
 class Path:
     """What a running request has used so far, in its order."""
 
-    __slots__ = ("asked", "closed", "expected", "gap", "hits", "known", "leading", "nodes", "runs", "shadow_hits", "shadow_leading", "taken")
+    __slots__ = (
+        "asked",
+        "closed",
+        "context",
+        "expected",
+        "gap",
+        "hits",
+        "known",
+        "leading",
+        "nodes",
+        "runs",
+        "shadow_hits",
+        "shadow_leading",
+        "taken",
+    )
 
     def __init__(self) -> None:
         self.nodes: list[Node | None] = []
@@ -108,6 +136,7 @@ class Path:
         self.taken: dict[Group, int] = {}
         """How many blocks it has taken over from which group."""
         self.closed = False
+        self.context: RequestContext | None = None
         self.asked = 0
         self.expected = 0
         """How many blocks the request will use, as far as is known."""

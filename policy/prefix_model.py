@@ -26,6 +26,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
+from math import prod
 
 Features = tuple[int, ...]
 
@@ -57,6 +58,7 @@ FRESH, AGAIN = range(2)
 """First feature, the family: used for the first time, or used before, with a gap as the fourth feature."""
 MOST_GAP = 6
 """Octaves of gaps that are told apart; of what is longer the exact length says nothing more."""
+_MOST_FEATURES = 6
 _RELATIVE_LEVELS = 3  # of the family AGAIN: itself, by the second feature, by the third
 GAP = 3
 """Where the gap stands among the features of the family AGAIN."""
@@ -166,12 +168,9 @@ def index_of(hazards: Sequence[float]) -> list[float]:
     return worths
 
 
-def chance_within(hazards: Sequence[float], start: int, stop: int) -> float:
-    """The chance of a use in the bins from `start` to before `stop` for a group that has come to `start`."""
-    survival = 1.0
-    for hazard in hazards[start:stop]:
-        survival *= 1.0 - hazard
-    return 1.0 - survival
+def chance_of_use(hazards: Sequence[float], start: int) -> float:
+    """The chance of any later use of a group that has come to bin `start`."""
+    return 1.0 - prod(1.0 - hazard for hazard in hazards[start:])
 
 
 class SurvivalModel:
@@ -274,15 +273,24 @@ class SurvivalModel:
         return model
 
 
+def is_features(value: object) -> bool:
+    """Whether `value`, from a saved state, names a class."""
+    return (
+        isinstance(value, list | tuple)
+        and 0 < len(value) <= _MOST_FEATURES
+        and all(isinstance(feature, int) and 0 <= feature < NUM_BINS for feature in value)
+        and value[0] in (FRESH, AGAIN)
+        and (value[0] == FRESH or len(value) <= GAP or 0 < value[GAP] <= MOST_GAP)
+    )
+
+
 def _class_state(item: object) -> tuple[Features, array[float], array[float]]:
-    try:
-        features, events, entries = item  # type: ignore[misc]
-        key = tuple(int(value) for value in features)
-        counts = array("d", events), array("d", entries)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"policy state: {item!r} is no class of groups; discard the state to start without it") from error
-    if not key or key[0] not in (FRESH, AGAIN) or (len(key) > GAP and key[0] == AGAIN and not 0 < key[GAP] <= MOST_GAP):
-        raise ValueError(f"policy state: no class is {key}; discard the state to start without it")
-    if len(counts[0]) != len(counts[1]) or not all(0.0 <= number < 1e15 for numbers in counts for number in numbers):
-        raise ValueError(f"policy state: the counts of class {key} are none; discard the state to start without it")
-    return key, *counts
+    if isinstance(item, list | tuple) and len(item) == 3 and is_features(item[0]):
+        features, events, entries = item
+        if _are_counts(events) and _are_counts(entries) and len(events) == len(entries):
+            return tuple(features), array("d", events), array("d", entries)
+    raise ValueError(f"policy state: {item!r} is no class of groups; discard the state to start without it")
+
+
+def _are_counts(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(n, int | float) and 0.0 <= n < 1e15 for n in value)

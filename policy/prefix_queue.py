@@ -79,7 +79,9 @@ class WorthQueue:
     def oldest(self) -> tuple[float, Group] | None:
         """As `least`, in the order of use."""
         if self.by_rank is None:
-            self.by_rank = [(group.rank, group) for cells in self._cells.values() for cell in cells if cell for group in cell.groups]
+            self.by_rank = [
+                (group.rank, group) for cells in self._cells.values() for cell in cells if cell for group in cell.groups
+            ]
             heapify(self.by_rank)
         heap = self.by_rank
         while heap:
@@ -102,7 +104,10 @@ class WorthQueue:
     def _push(self, cell: Cell) -> None:
         if len(self._heap) > 4 * self._live + _SLACK:
             self._heap = [
-                _entry(other) for cells in self._cells.values() for other in cells if other is not None and other.groups and other is not cell
+                _entry(other)
+                for cells in self._cells.values()
+                for other in cells
+                if other is not None and other.groups and other is not cell
             ]
             heapify(self._heap)
         heappush(self._heap, _entry(cell))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 from omlxd.policy.base import ChunkStatus, state_keys
 from omlxd.policy.prefix_groups import Group, Node
 from omlxd.policy.prefix_history import History
-from omlxd.policy.prefix_model import SurvivalModel
+from omlxd.policy.prefix_model import SurvivalModel, is_features
 
 _DISCARD = "discard the state to start without it"
 
@@ -75,7 +76,7 @@ class PrefixState:
         if not isinstance(guard, list | tuple) or len(guard) != 4 or not all(isinstance(n, int | float) for n in guard):
             raise ValueError(f"policy state: 'guard' must be three numbers and whether LRU leads; {_DISCARD}")
         saved = [_unpack_group(item, now) for item in groups]
-        if any(later.since < earlier.since for earlier, later in zip(saved, saved[1:], strict=False)):
+        if any(later.since < earlier.since for earlier, later in pairwise(saved)):
             raise ValueError(f"policy state: 'groups' must be in the order of use; {_DISCARD}")
         return cls(order, now, saved, SurvivalModel.from_state(state["model"]), (*guard[:3], bool(guard[3])))
 
@@ -111,12 +112,14 @@ class PrefixState:
 
 
 def _unpack_group(item: object, now: int) -> SavedGroup:
-    try:
-        features, uses, since, parent, keys = item  # type: ignore[misc]
-        saved = SavedGroup(tuple(features), uses, since, parent, state_keys({"keys": keys}, "keys"))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"policy state: {item!r} is no group; {_DISCARD}") from error
-    numbers = (*saved.features, saved.uses, saved.since)
-    if not all(isinstance(n, int) for n in numbers) or not (parent is None or isinstance(parent, bytes)) or since > now:
-        raise ValueError(f"policy state: {item!r} is no group; {_DISCARD}")
-    return saved
+    if isinstance(item, list | tuple) and len(item) == 5:
+        features, uses, since, parent, keys = item
+        if (
+            isinstance(uses, int)
+            and isinstance(since, int)
+            and since <= now
+            and (parent is None or isinstance(parent, bytes))
+            and is_features(features)
+        ):
+            return SavedGroup(tuple(features), uses, since, parent, state_keys({"keys": keys}, "keys"))
+    raise ValueError(f"policy state: {item!r} is no group; {_DISCARD}")

@@ -21,7 +21,8 @@ OFFLINE: dict[str, type[CachePolicy]] = {"belady": BeladyCachePolicy}
 """Policies that know the future: for replays alone, so the registry has none of them."""
 
 Progress = Callable[[int], None]
-_REPORT_EVERY = 64  # requests
+REPORT_EVERY = 64
+"""Requests between two reports of progress."""
 
 
 @dataclass(slots=True)
@@ -73,7 +74,9 @@ class Tier:
         """Request number `now` used `keys`."""
         self._last_use.update(dict.fromkeys(keys, now))
 
-    def store(self, keys: Sequence[bytes], ctx: RequestContext | None, on_evicted: Callable[[list[bytes]], None]) -> int:
+    def store(
+        self, keys: Sequence[bytes], ctx: RequestContext | None, on_evicted: Callable[[list[bytes]], None]
+    ) -> int:
         """Offer `keys`, heads first; how many leading ones are here now.
 
         All are pending until the last one was offered: a request never evicts its own blocks.
@@ -120,6 +123,7 @@ def replay_ram(trace: Trace, policy: str, size: int, progress: Progress | None =
             tally.victim_ages += tier.ages(evicted, now)
 
         before = manager.counters.stored
+        ctx.may_be_declined = True
         done = run + tier.store(keys[run:], ctx, on_evicted)
         tally.stored += manager.counters.stored - before
         tally.refused += len(keys) - done
@@ -127,7 +131,7 @@ def replay_ram(trace: Trace, policy: str, size: int, progress: Progress | None =
             manager.complete_load(held, ctx)
         manager.on_request_finished(ctx)
         tier.used(keys, now)
-        if progress is not None and now % _REPORT_EVERY == 0:
+        if progress is not None and now % REPORT_EVERY == 0:
             progress(now)
     tally.seconds = perf_counter() - start
     return tally

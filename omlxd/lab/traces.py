@@ -74,8 +74,7 @@ def read_trace(path: Path) -> Trace:
     """Read a whole trace. TraceError names the line that is wrong; OSError where the file cannot be read."""
     with path.open("rb") as raw:
         zipped = raw.read(2) == _GZIP_MAGIC
-    opened = gzip.open(path, "rt", encoding="utf-8") if zipped else path.open(encoding="utf-8")
-    with opened as lines:
+    with gzip.open(path, "rt", encoding="utf-8") if zipped else path.open(encoding="utf-8") as lines:
         try:
             return parse_trace(lines, path.name.removesuffix(".gz").removesuffix(".jsonl"))
         except (EOFError, gzip.BadGzipFile, UnicodeDecodeError) as error:
