@@ -13,7 +13,7 @@ from collections import deque
 from omlxd.connection import Connection
 from omlxd.errors import Refused, Unavailable
 from omlxd.holding import Holding
-from omlxd.link import CALL_SECONDS, NotYet, greeting, limits_of
+from omlxd.link import CALL_SECONDS, NEWCOMER_SECONDS, NotYet, greeting, limits_of
 from omlxd.operations import Limits, undo
 from omlxd.protocol import Answer, ClientSide, Message, ProtocolError, RequestError
 
@@ -67,7 +67,12 @@ class AsyncLink:
         sock.setblocking(False)
         try:
             async with asyncio.timeout(timeout):
-                await asyncio.get_running_loop().sock_connect(sock, path)
+                while True:
+                    try:
+                        sock.connect(path)
+                        break
+                    except BlockingIOError:  # its queue of newcomers is full
+                        await asyncio.sleep(NEWCOMER_SECONDS)
         except (OSError, TimeoutError) as error:
             sock.close()
             why = getattr(error, "strerror", None) or error or "it takes no connections"

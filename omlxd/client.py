@@ -183,10 +183,11 @@ class Cache:
             raise Unavailable(why)
         try:
             link = self._greeted(self._greeting) or self._greeted(
-                Link(self.path, name=self._name, timeout=self._timeout)
+                Link(self.path, name=self._name, timeout=GLANCE_SECONDS if self._hung else self._timeout)
             )
             assert link is not None, "a new link is greeted, or raises"
         except Unavailable as error:
+            self._hung = self._hung or isinstance(error, NotYet)
             self._backoff.failed(time.monotonic(), str(error))
             raise
         self._backoff.succeeded()

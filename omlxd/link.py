@@ -26,6 +26,9 @@ from omlxd.protocol import MIN_VERSION, VERSION, Answer, ClientSide, Message, Pr
 CALL_SECONDS = 5.0
 """How long a client waits for an answer that needs no work of the daemon before it takes it for dead."""
 
+NEWCOMER_SECONDS = 0.005
+"""How often a daemon whose queue of newcomers is full is tried."""
+
 FRESH_SECONDS = 0.02
 """A daemon that has said something so lately is taken to be there: none ends and starts again that fast."""
 
@@ -75,7 +78,8 @@ class Link:
         """Connect, and send the greeting; it can be used when :meth:`greet` has returned.
 
         Raises:
-            Unavailable: nobody listens at ``path``, or its queue of newcomers is full for ``timeout`` seconds.
+            Unavailable: nobody listens at ``path``.
+            NotYet: its queue of newcomers is full for ``timeout`` seconds.
         """
         self.path = path
         self.handles: dict[bytes, int] = {}
@@ -378,8 +382,19 @@ class Link:
 def _connected(path: str, timeout: float) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.settimeout(timeout)
+    deadline = time.monotonic() + timeout
     try:
-        sock.connect(path)
+        while True:
+            try:
+                sock.connect(path)
+                break
+            except BlockingIOError:  # Linux does not wait for room among the newcomers, whatever the timeout
+                if time.monotonic() >= deadline:
+                    raise NotYet(f"the daemon at {path} takes no more connections: is it stopped?") from None
+                time.sleep(NEWCOMER_SECONDS)
+    except NotYet:
+        sock.close()
+        raise
     except OSError as error:
         sock.close()
         raise Unavailable(

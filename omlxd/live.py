@@ -122,7 +122,10 @@ def _ssd_room(live: Live, config: Config) -> None:
         return
     if ssd is None or config.ssd_is_off:
         raise Refusal("the SSD tier can only be switched on or off by a restart")
-    volume = live.volume(ssd.path)
+    try:
+        volume = live.volume(ssd.path)
+    except OSError as error:
+        raise Refusal(f"the disk does not say how large it is: {error.strerror or error}") from None
     limit = config.ssd_bytes(volume.total, volume.free + ssd.used_bytes)
     try:
         ssd.min_free = config.min_free_bytes(volume.total)

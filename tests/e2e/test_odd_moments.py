@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import resource
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
@@ -116,3 +119,39 @@ def test_a_pipe_in_the_place_of_the_configuration_holds_up_nobody(
     with omlxd.connect(daemon.socket) as cache:
         os.mkfifo(file)
         assert soon(lambda: any("not a regular file" in text for text in cache.stats()["warnings"]))
+
+
+def test_a_crowd_of_newcomers_is_waited_for_and_a_stopped_daemon_is_named(daemon: DaemonProcess) -> None:
+    os.kill(daemon.pid, signal.SIGSTOP)
+    with ExitStack() as stack:
+        try:
+            while True:
+                newcomer = stack.enter_context(socket.socket(socket.AF_UNIX))
+                newcomer.setblocking(False)
+                newcomer.connect(str(daemon.socket))
+        except BlockingIOError:
+            pass  # the queue is full
+        with pytest.raises(omlxd.Unavailable, match="takes no more connections"):
+            omlxd.connect(daemon.socket, timeout=0.2)
+        timer = threading.Timer(0.5, os.kill, (daemon.pid, signal.SIGCONT))
+        timer.start()
+        assert answers(daemon), "it is waited for"
+        timer.join()
+
+
+def test_a_size_that_depends_on_a_disk_which_has_gone_is_refused_and_the_rest_applied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config").mkdir()
+    file = tmp_path / "config" / "config.toml"
+    file.write_text('[ssd]\nmin_free = "0"\n')
+    monkeypatch.setenv("OMLXD_CONFIG", str(file))
+    daemon = DaemonProcess(tmp_path / "daemon")
+    daemon._settings = {name: value for name, value in daemon._settings.items() if name != "ssd_min_free"}
+    with daemon, omlxd.connect(daemon.socket) as cache:
+        shutil.rmtree(daemon.directory / "store")
+        file.write_text('[ram]\npolicy = "arc"\n[ssd]\nmin_free = "1MiB"\npolicy = "arc"\n')
+        outcome = cache.call("reload")
+        assert {"ram.policy", "ssd.policy"} <= set(outcome["applied"])
+        assert "disk" in outcome["refused"]["ssd.min_free"]
+        assert "Traceback" not in daemon.log.read_text()
