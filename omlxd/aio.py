@@ -414,10 +414,10 @@ class Lease(LeaseCore):
     async def __aiter__(self) -> AsyncIterator[LoadedBlock]:
         index = 0
         while True:
-            while index >= len(self.blocks):
+            while index >= len(self.slots):
                 if not await self._advance():
                     return
-            yield self.blocks[index]
+            yield LoadedBlock(self, index)
             index += 1
 
     async def wait(self) -> Lease:
@@ -478,7 +478,7 @@ class Lease(LeaseCore):
             self._call = None
             self.finished = True
             self.stopped = str(error)
-            if not self.blocks:
+            if not self.slots:
                 raise
             return False
         self.take(answer.body)

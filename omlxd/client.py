@@ -423,10 +423,10 @@ class Lease(LeaseCore):
     def __iter__(self) -> Iterator[LoadedBlock]:
         index = 0
         while True:
-            while index >= len(self.blocks):
+            while index >= len(self.slots):
                 if not self._advance():
                     return
-            yield self.blocks[index]
+            yield LoadedBlock(self, index)
             index += 1
 
     def wait(self) -> Lease:
@@ -472,7 +472,7 @@ class Lease(LeaseCore):
             self._call = None
             self.finished = True
             self.stopped = str(error)
-            if not self.blocks:
+            if not self.slots:
                 raise
             return False
         self.take(answer.body)

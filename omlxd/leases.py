@@ -32,17 +32,12 @@ class LoadedBlock:
     notices that; who copies from ``view`` calls ``Lease.check`` afterwards.
     """
 
-    __slots__ = ("_anchor", "_lease", "_slot", "_view", "index", "layout")
+    __slots__ = ("_lease", "index")
 
-    def __init__(self, lease: LeaseCore, index: int, slot: Slot, layout: Layout | None) -> None:
+    def __init__(self, lease: LeaseCore, index: int) -> None:
         self.index = index
         """Its place among the blocks that were asked for."""
-        self.layout = layout
-        """How the payload splits into tensors; None in a namespace of raw bytes."""
         self._lease = lease
-        self._slot = slot
-        self._view: memoryview | None = None
-        self._anchor: NDArray[np.uint8] | None = None
 
     def __repr__(self) -> str:
         return f"<LoadedBlock {self.key[:4].hex()} tokens {self.start}-{self.stop}, {self.nbytes} bytes>"
@@ -65,7 +60,12 @@ class LoadedBlock:
     @property
     def nbytes(self) -> int:
         """Payload bytes."""
-        return self._slot[2]
+        return self._lease.slots[self.index][2]
+
+    @property
+    def layout(self) -> Layout | None:
+        """How the payload splits into tensors; None in a namespace of raw bytes."""
+        return self._lease.layout_of(self.index)
 
     @property
     def view(self) -> memoryview:
@@ -74,19 +74,7 @@ class LoadedBlock:
         Raises:
             LeaseEnded: the lease is over.
         """
-        lease = self._lease
-        lease.check()
-        view = self._view
-        if view is None:
-            # Every view and slice that a user makes refers to the anchor, so that its end is the end of all of them.
-            anchor = lease.holding.segments.slot(*self._slot)
-            view = memoryview(anchor)
-            self._anchor = anchor
-            self._view = view
-            if lease.ended:  # in another thread, meanwhile: it did not see this view
-                self._view = self._anchor = None
-                lease.check()
-        return view
+        return self._lease.view(self.index)
 
     def arrays(self) -> list[mx.array | None]:
         """The payload's tensors as MLX arrays: no copy on Metal, one elsewhere.
@@ -95,9 +83,10 @@ class LoadedBlock:
             LeaseEnded: the lease is over, also when it ended while the bytes were being read.
             ValueError: the namespace has no layout.
         """
-        if self.layout is None:
+        layout = self.layout
+        if layout is None:
             raise ValueError("this namespace was made without a layout: use .view, or give one to Cache.namespace")
-        result = self.layout.unpack(self.view)
+        result = layout.unpack(self.view)
         self._lease.check()
         return result
 
@@ -109,31 +98,44 @@ class LoadedBlock:
         self._lease.check()
         return result
 
-    def _end(self, gone: Callable[[weakref.ref[object]], None]) -> weakref.ref[object] | None:
-        """End the view; a reference to what is still in use, or None."""
-        view = self._view
-        if view is None:
-            return None
-        self._view = None
-        try:  # noqa: SIM105 - suppress() takes longer than all the rest here
-            view.release()
-        except BufferError:  # an array reads it in place; the anchor says when that one is gone
-            pass
+
+class _Reading:
+    """A view that was given out, and what every slice and array made of it refers to."""
+
+    __slots__ = ("anchor", "view")
+
+    def __init__(self, anchor: NDArray[np.uint8]) -> None:
+        self.anchor: NDArray[np.uint8] | None = anchor
+        self.view: memoryview | None = memoryview(anchor)
+
+    def end(self, gone: Callable[[weakref.ref[object]], None], *, release: bool) -> weakref.ref[object] | None:
+        """Let go of it, with ``release`` also for whoever has the view; a reference to what is still in use, or None."""
+        view, self.view = self.view, None
+        assert view is not None
+        if release:
+            try:  # noqa: SIM105 - suppress() takes longer than all the rest here
+                view.release()
+            except BufferError:  # an array reads it in place; the anchor says when that one is gone
+                pass
         del view
-        assert self._anchor is not None
-        quiet = weakref.ref(self._anchor)
-        self._anchor = None
+        assert self.anchor is not None
+        quiet = weakref.ref(self.anchor)
+        self.anchor = None
         anchor = quiet()
         return weakref.ref(anchor, gone) if anchor is not None else None
 
 
 class LeaseCore:
-    """What blocking and asyncio leases share: the blocks so far, and how it ends."""
+    """What blocking and asyncio leases share: the blocks so far, and how it ends.
+
+    Blocks refer to their lease, the lease to none of them: one that is dropped without a release ends as soon as nobody
+    has it, or a block of it, any more, also where the garbage collector is off. What still reads then is left to read.
+    """
 
     def __init__(self, keys: Sequence[bytes], block_tokens: int, layout: Layout | None, holding: Holding) -> None:
         self.keys = keys
         self.block_tokens = block_tokens
-        self.blocks: list[LoadedBlock] = []
+        self.slots: list[Slot] = []
         self.holding = holding
         self.lease_id: int | None = None
         self.stopped: str | None = None
@@ -141,6 +143,8 @@ class LeaseCore:
         self.finished = False
         """Has everything come that will?"""
         self._layout = layout
+        self._own_layouts: dict[int, Layout] = {}
+        self._readings: dict[int, _Reading] = {}
         # No blocking locks: a lease may be ended, or its last array collected, inside the garbage collector. These two
         # are flags that exactly one thread gets to set.
         self._ending = threading.Lock()
@@ -151,16 +155,39 @@ class LeaseCore:
 
     def __len__(self) -> int:
         """Blocks that have come so far."""
-        return len(self.blocks)
+        return len(self.slots)
 
     def __del__(self) -> None:
         if self._ended is None and self.lease_id is not None:
-            self.end("it was dropped")
+            self._end("it was dropped", release=False)
+
+    @property
+    def blocks(self) -> list[LoadedBlock]:
+        """The blocks that have come so far, head to tail."""
+        return [LoadedBlock(self, index) for index in range(len(self.slots))]
+
+    def layout_of(self, index: int) -> Layout | None:
+        """How the payload of a block splits into tensors."""
+        return self._own_layouts.get(index, self._layout)
+
+    def view(self, index: int) -> memoryview:
+        """A block's payload, read-only, in place; LeaseEnded when the lease is over."""
+        self.check()
+        reading = self._readings.get(index)
+        if reading is None:
+            # Every view and slice that a user makes refers to the anchor, so that its end is the end of all of them.
+            reading = self._readings.setdefault(index, _Reading(self.holding.segments.slot(*self.slots[index])))
+        view = reading.view
+        if view is None or self._ended is not None:  # ended in another thread, meanwhile: it did not see this view
+            self._readings.pop(index, None)
+            self.check()
+        assert view is not None
+        return view
 
     @property
     def tokens(self) -> int:
         """Tokens that the blocks which have come so far cover."""
-        return len(self.blocks) * self.block_tokens
+        return len(self.slots) * self.block_tokens
 
     @property
     def ended(self) -> bool:
@@ -178,11 +205,14 @@ class LeaseCore:
 
     def end(self, reason: str) -> None:
         """End it: views are released, and the daemon is told as soon as nothing reads its memory any more."""
+        self._end(reason, release=True)
+
+    def _end(self, reason: str, *, release: bool) -> None:
         if not self._ending.acquire(blocking=False):
             return
         self._ended = reason
-        for block in self.blocks:
-            reference = block._end(self._collected)
+        for reading in list(self._readings.values()):
+            reference = reading.end(self._collected, release=release)
             if reference is not None:
                 self._in_use[id(reference)] = reference
                 if reference() is None:  # collected before it was noted
@@ -203,14 +233,12 @@ class LeaseCore:
             return
         slots = part.get("slots")
         layouts = part.get("layouts")
-        first = len(self.blocks)
         if isinstance(slots, list):
-            layout = self._layout
-            self.blocks += [LoadedBlock(self, index, slot, layout) for index, slot in enumerate(slots, first)]
+            self.slots += slots
             self.holding.warmer.soon(slots, write=False)
         if isinstance(layouts, dict):
             for index, raw in layouts.items():
-                self.blocks[int(index)].layout = Layout.from_bytes(raw)
+                self._own_layouts[int(index)] = Layout.from_bytes(raw)
         stopped = part.get("stopped")
         if isinstance(stopped, str):
             self.stopped = stopped

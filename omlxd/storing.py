@@ -21,7 +21,7 @@ from omlxd.storage.layout import Layout
 if TYPE_CHECKING:
     from omlxd.operations import Payload
 
-WINDOW_BLOCKS = 512
+WINDOW_BLOCKS = 2048
 GO_ON_AFTER = frozenset({"pending", "too_large"})
 """Reasons to decline a block that say nothing about the blocks behind it."""
 

@@ -256,3 +256,25 @@ def test_frames_of_no_use_do_not_end_a_lease(cache: omlxd.Cache) -> None:
             cache._link._dispatch(answer)
     lease.check()
     lease.release()
+
+
+def test_a_dropped_lease_ends_without_the_garbage_collector(daemon: DaemonProcess) -> None:
+    hashes = chain(77, 3)
+    with omlxd.connect(daemon.socket) as cache:
+        space = cache.namespace(model="dropped", fingerprint="f", block_tokens=64)
+        space.store_keys(hashes, [payload(h, 5000) for h in hashes])
+        gc.disable()
+        try:
+            lease = space.load_keys(hashes).wait()
+            block = lease.blocks[1]
+            view = lease.blocks[0].view
+            assert bytes(block.view) == payload(hashes[1], 5000)
+            del lease
+            assert cache.stats()["ram"]["leases"] == 1, "a block keeps its lease"
+            del block
+            assert cache.stats()["ram"]["leases"] == 1, "what still reads keeps it, too"
+            assert bytes(view) == payload(hashes[0], 5000)
+            del view
+            assert cache.stats()["ram"]["leases"] == 0
+        finally:
+            gc.enable()
