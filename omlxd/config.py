@@ -7,24 +7,21 @@ is allowed. ``load_config`` is pure: it reads the file it is given and nothing e
 
 from __future__ import annotations
 
+import textwrap
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
 
+from omlxd.config_problems import THE_FILE, ConfigError, Problem
 from omlxd.paths import MAX_SOCKET_BYTES, PathError, check_socket_path, store_path
 from omlxd.policy.registry import get_policy
 from omlxd.storage.durations import parse_duration
 from omlxd.storage.remote_url import parse_url
-from omlxd.storage.remote_writer import Admission
 from omlxd.storage.sizes import MIN_SSD_BYTES, format_size, parse_size
-
-EXIT_CONFIG = 78
-"""Exit code for a configuration that cannot be used (EX_CONFIG of sysexits.h); service managers do not retry it."""
 
 GIB = 1 << 30
 _ANY = 1 << 62  # a total that makes every percentage valid: only the form is checked when loading
@@ -156,6 +153,8 @@ def _remote_url(value: str) -> str:
 
 
 def _remote_admission(value: str) -> str:
+    from omlxd.storage.remote_writer import Admission  # an event loop and more, that only this setting's check needs
+
     Admission.parse(value)
     return value
 
@@ -317,35 +316,6 @@ def auto_ssd(available: int, min_free: int) -> int:
     return max(0, min((available - min_free) // 2, 256 * GIB))
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """One thing that is wrong: the key, the value, where it was set, what is allowed."""
-
-    key: str
-    value: object
-    origin: str
-    allowed: str
-
-    def __str__(self) -> str:
-        shown = "" if self.value is None else f" = {_shorten(self.value)}"
-        return f"{self.key}{shown} ({self.origin}): {self.allowed}"
-
-
-def _shorten(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-class ConfigError(Exception):
-    """A configuration that cannot be used; its text has a line for each problem."""
-
-    exit_code = EXIT_CONFIG
-
-    def __init__(self, problems: list[Problem]) -> None:
-        super().__init__("\n".join(map(str, problems)))
-        self.problems = problems
-
-
 def load_config(
     file: Path | None = None, env: Mapping[str, str] | None = None, flags: Mapping[str, object] | None = None
 ) -> Config:
@@ -393,14 +363,14 @@ def load_config(
 def _read_file(file: Path) -> dict[str, Any]:
     try:
         if file.exists() and not (file.is_file() or file.is_dir()):  # a pipe would be waited for, by the whole daemon
-            raise ConfigError([Problem(str(file), None, "file", "cannot be read: not a regular file")])
+            raise ConfigError([Problem(str(file), None, THE_FILE, "cannot be read: not a regular file")])
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError([Problem(str(file), None, "file", f"not valid TOML: {error}")]) from None
+        raise ConfigError([Problem(str(file), None, THE_FILE, f"not valid TOML: {error}")]) from None
     except OSError as error:
-        raise ConfigError([Problem(str(file), None, "file", f"cannot be read: {error.strerror}")]) from None
+        raise ConfigError([Problem(str(file), None, THE_FILE, f"cannot be read: {error.strerror}")]) from None
 
 
 def _leaves(tree: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[str]:
@@ -485,19 +455,25 @@ def _problem(detail: Any, origins: Mapping[str, str], file: Path | None) -> Prob
 def example() -> str:
     """A file with every setting at its default, commented out, with a line on what it does."""
     lines = [
-        "# omlxd's configuration. Lines that start with # show the defaults: remove the # to change one.",
-        "# Changes are applied while the daemon runs. `omlxd config check` tells what is wrong with this file.",
+        "# omlxd's configuration. Lines that start with # show the defaults.",
+        "# Each [section] is there already: remove the # before a setting to change it.",
+        "# Changes are applied while it runs; `omlxd config check` tells what is wrong.",
     ]
     for name, table in _tables().items():
-        lines += ["", f"# {table.__doc__}", f"[{name}]"]
+        lines += ["", *_comment(str(table.__doc__)), f"[{name}]"]
         defaults = table.model_validate({}).model_dump()
         for key, field in table.model_fields.items():
-            lines += [f"# {key}: {field.description}", f"# {key} = {_toml(defaults[key])}"]
+            lines += [*_comment(f"{key}: {field.description}"), f"# {key} = {_toml(defaults[key])}"]
     lines += ["", f"# {NamespaceRules.__doc__}", '# [namespace."org/name"]']
     for key, field in NamespaceRules.model_fields.items():
         shown = field.get_default() if field.get_default() is not None else _RULE_EXAMPLES[key]
-        lines += [f"# {key}: {field.description}", f"# {key} = {_toml(shown)}"]
+        lines += [*_comment(f"{key}: {field.description}"), f"# {key} = {_toml(shown)}"]
     return "\n".join(lines) + "\n"
+
+
+def _comment(text: str) -> list[str]:
+    """In lines of at most 80 columns."""
+    return textwrap.wrap(text, 80, initial_indent="# ", subsequent_indent="#   ", break_on_hyphens=False)
 
 
 _RULE_EXAMPLES = {"codec": "zstd-planes", "remote_ttl": "30d"}

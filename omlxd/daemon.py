@@ -18,6 +18,7 @@ import psutil
 
 from omlxd.activation import extend_timeout, inherited_sockets, notify
 from omlxd.config import Config
+from omlxd.counting import counted
 from omlxd.listening import Listening, SocketTaken, listen_at
 from omlxd.live import Live, Volume
 from omlxd.metrics import MetricsServer
@@ -66,7 +67,8 @@ def store_settings(config: Config, sizes: Sizes) -> StoreSettings:
             max_dirty_bytes=sizes.max_dirty,
             group_bytes=max(1 << 20, min(32 << 20, sizes.max_dirty // 4)),
         ),
-        max_reserved_bytes=max(1 << 20, min(1 << 30, sizes.ram // 4, sizes.max_dirty)),
+        # One engine that stops in the middle of its stores must leave room for those of others.
+        max_reserved_bytes=max(1 << 20, min(1 << 30, sizes.ram // 4, sizes.max_dirty // 2)),
     )
 
 
@@ -119,7 +121,7 @@ class Daemon:
             server.listen(sockets)
             gc.collect()
             gc.freeze()
-            log.info("serving at %s, RAM %s, pid %d", self.about.socket, format_size(sizes.ram), os.getpid())
+            log.info("serving at %s, pid %d: RAM %s, %s", self.about.socket, os.getpid(), format_size(sizes.ram), _ssd(store))
             notify("READY=1", f"STATUS=serving at {self.about.socket}")
             if ready is not None:
                 ready(self.about.socket)
@@ -184,7 +186,7 @@ class Daemon:
                 await asyncio.to_thread(opening.tier.close, False)
             return
         self.about.volume, self.about.no_ssd = opening.volume, ""
-        log.info("the SSD tier is there now: %s, %d blocks", opening.tier.path, len(opening.tier))
+        log.info("the SSD tier is there now: %s, %s", opening.tier.path, counted(len(opening.tier), "block"))
         server.attach_ssd(opening.tier)
         self._announce(server)
 
@@ -296,6 +298,15 @@ class Daemon:
         await store.stop(progress)
         server.close_sessions("the daemon has ended")
         log.info("ended in good order")
+
+
+def _ssd(store: Store) -> str:
+    """For the log: the SSD tier's limit, contents and place."""
+    tier = store.ssd
+    if tier is None:
+        return "no SSD tier"
+    held = f"{counted(len(tier), 'block')} in {format_size(tier.used_bytes)}"
+    return f"SSD {format_size(tier.limit)} at {tier.path} ({held})"
 
 
 def run(

@@ -14,12 +14,14 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import cast
 
 import psutil
 
-from omlxd.config import Config, ConfigError, load_config
+from omlxd.config import Config, load_config
+from omlxd.config_problems import ConfigError
 from omlxd.errors import OmlxdError
 from omlxd.filesystems import disk_bytes, filesystem_of
 from omlxd.paths import MAX_SOCKET_BYTES
@@ -29,6 +31,7 @@ from omlxd.storage import metal
 from omlxd.storage.sizes import format_size
 
 FEW_DESCRIPTORS = 1024
+_OWN_FOLDER = "OMLXD_SOCKET, or socket under [daemon]; without them there is a private one"
 
 
 class Verdict(StrEnum):
@@ -79,11 +82,13 @@ def examine(config_file: Path, socket: Path) -> list[Finding]:
     try:
         config = load_config(config_file, os.environ)
     except ConfigError as error:
-        found += [wrong("configuration", str(p), f"correct it in {p.origin}") for p in error.problems]
+        found += [wrong("configuration", str(p), p.remedy) for p in error.problems]
         config = load_config()
     else:
         found += _configuration(config, config_file)
-    return [*found, *_socket(socket), *_store(config), *_memory(config), *_service(), *_daemon(socket)]
+    told = any(one.wrong and one.check == "configuration" for one in found)
+    found += [*_socket(socket), *_store(config), *_remote(config), *_memory(config), *_service()]
+    return [*found, *_daemon(socket, configuration_is_told=told)]
 
 
 def _system() -> Iterator[Finding]:
@@ -134,11 +139,17 @@ def _socket(socket: Path) -> Iterator[Finding]:
         yield ok("socket", f"{socket} (its folder is made when the daemon starts)")
         return
     mode = stat.S_IMODE(found.st_mode)
-    if found.st_uid != os.getuid():
-        yield wrong("socket", f"{folder} belongs to user {found.st_uid}", "choose a folder of your own (OMLXD_SOCKET)")
+    if mode & stat.S_ISVTX and found.st_uid in (os.getuid(), 0):
+        yield note("socket", f"{folder} is shared by everybody", f"a folder of your own is better: {_OWN_FOLDER}")
+    elif found.st_uid != os.getuid():
+        yield wrong("socket", f"{folder} belongs to user {found.st_uid}", f"choose a folder of your own: {_OWN_FOLDER}")
+    elif mode & stat.S_IWOTH:
+        yield wrong("socket", f"everybody may write to {folder}", f"choose a folder of your own: {_OWN_FOLDER}")
     elif mode & 0o077:
         yield note(
-            "socket", f"others may enter {folder} (mode {mode:04o})", f"chmod 700 {folder}, unless a group is meant to"
+            "socket",
+            f"others may enter {folder} (mode {mode:04o})",
+            f"unless a group is meant to, use a folder of its own: {_OWN_FOLDER}",
         )
     else:
         yield ok("socket", str(socket))
@@ -181,6 +192,17 @@ def _store(config: Config) -> Iterator[Finding]:
         yield ok("store", text)
 
 
+def _remote(config: Config) -> Iterator[Finding]:
+    """What this machine has to have for the shared tier; how the server is, only a running daemon can say."""
+    if not config.remote.url:
+        return
+    for name, what in (("key_file", config.remote.key_file), ("ca_file", config.remote.ca_file)):
+        if what and not os.access(Path(what).expanduser(), os.R_OK):
+            yield wrong("remote", f"{what} cannot be read", f"correct {name} under [remote], or the file's mode")
+    if config.remote.tier == Config().remote.tier and find_spec("valkey") is None:
+        yield wrong("remote", "the package valkey is not installed", "pip install 'omlxd[valkey]', or url = \"\"")
+
+
 def _memory(config: Config) -> Iterator[Finding]:
     memory = psutil.virtual_memory()
     ram = config.ram_bytes(memory.total)
@@ -217,28 +239,36 @@ def _service() -> Iterator[Finding]:
     if state.installed:
         yield ok("service", str(state))
     else:
-        yield note("service", str(state), "omlxd install --start keeps it running in the background")
+        yield note("service", "not installed", "omlxd install --start keeps it running in the background")
 
 
-def _daemon(socket: Path) -> Iterator[Finding]:
+def _daemon(socket: Path, *, configuration_is_told: bool) -> Iterator[Finding]:
     from omlxd.client import connect
 
     try:
         with connect(socket, name="omlxd doctor", timeout=10.0) as cache:
             stats = cast("Stats", cache.call("stats"))
     except OmlxdError as error:
-        yield note("daemon", str(error), "omlxd serve starts it")
+        text = str(error)  # where nobody listens, it says already what to do
+        yield note("daemon", text, "" if "omlxd serve" in text else "omlxd serve starts it")
         return
     daemon = stats["daemon"]
     yield ok("daemon", f"{daemon['version']}, pid {daemon['pid']}, {daemon['state']}")
+    problem = daemon["config_problem"]
     for warning in stats["warnings"]:
+        if configuration_is_told and problem and problem in warning:
+            continue  # the same file, the same problem: found above
         yield wrong("daemon", warning, "see its log; omlxd status shows the whole picture")
+    if waiting := daemon["needs_restart"]:
+        yield note("daemon", f"in effect after a restart: {', '.join(waiting)}", "omlxd stop, and start it again")
+    if (remote := stats.get("remote")) is not None and remote["state"] == "ok":
+        yield ok("remote", remote["url"])
     yield from _use(stats)
 
 
 def _use(stats: Stats) -> Iterator[Finding]:
     counts = stats["counts"]
-    hits = counts.get("hits_ram", 0) + counts.get("hits_ssd", 0)
+    hits = counts.get("hits_ram", 0) + counts.get("hits_ssd", 0) + counts.get("hits_remote", 0)
     asked = hits + counts.get("misses", 0)
     if not stats["namespaces"]:
         yield note("use", "no engine has registered a model yet", "connect one: README, Connect an engine")

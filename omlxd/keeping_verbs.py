@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from omlxd.fields import Fields
-from omlxd.operator_verbs import one_namespace
+from omlxd.operator_verbs import named_namespaces
 from omlxd.pins import MAX_TTL_SECONDS, chain_to
 from omlxd.protocol import Code, Message, RequestError
 from omlxd.verbs import verb
@@ -40,12 +40,13 @@ def unpin(session: Session, fields: Fields, request_id: int) -> Message:
 
 @verb("warm")
 def warm(session: Session, fields: Fields, request_id: int) -> Message:
-    """Start bringing the chains that end with ``keys`` from the SSD."""
+    """Start bringing the chains that end with ``keys`` from the SSD; how many of their blocks are in RAM before that."""
     store = session.server.store
-    started = 0
-    for key in fields.keys(most=1000):
-        started += store.prefetch(chain_to(store, key), block_tokens=1)
-    return {"started": started}
+    chains = [chain_to(store, key) for key in fields.keys(most=1000)]
+    asked = {key for chain in chains for key in chain}
+    in_ram = sum(key in store.ram.blocks and store.ram.blocks[key].chunk.ref_cnt >= 0 for key in asked)
+    started = sum(store.prefetch(chain, block_tokens=1) for chain in chains)
+    return {"started": started, "blocks": len(asked), "in_ram": in_ram}
 
 
 @verb("peek")
@@ -71,17 +72,17 @@ def subscribe(session: Session, fields: Fields, request_id: int) -> None:
     subscriptions = session.server.subscriptions
     if len(subscriptions) >= MAX_SUBSCRIPTIONS:
         raise RequestError(Code.TOO_MANY, f"{MAX_SUBSCRIPTIONS} connections follow already; that is the most")
-    namespace = one_namespace(session, fields, optional=True)
-    subscriptions.add(session, request_id, None if namespace is None else namespace.id)
+    chosen = named_namespaces(session, fields) if "namespace" in fields else None
+    subscriptions.add(session, request_id, None if chosen is None else frozenset(info.id for info in chosen))
 
 
 @verb("retire")
 def retire(session: Session, fields: Fields, request_id: int) -> Message:
     """Let the blocks of ``namespace`` leave first."""
-    namespace = one_namespace(session, fields, optional=False)
-    assert namespace is not None
-    session.server.retire(namespace, "an operator said so")
-    return {"namespace": namespace.id, "model": namespace.model}
+    chosen = named_namespaces(session, fields)
+    for namespace in chosen:
+        session.server.retire(namespace, "an operator said so")
+    return {"namespaces": [namespace.id for namespace in chosen], "model": chosen[0].model}
 
 
 @verb("reload")

@@ -29,7 +29,7 @@ def stats(session: Session, fields: Fields, request_id: int) -> Message:
 def list_blocks(session: Session, fields: Fields, request_id: int) -> Message:
     """Blocks of a namespace, tier or key prefix; ``limit`` bounds the answer, ``total`` says how many there are."""
     server = session.server
-    namespace = one_namespace(session, fields, optional=True)
+    namespaces = _chosen(session, fields)
     tier = fields.choice("tier", ("any", "ram", "ssd"), "any")
     prefix = fields.text("prefix", "", longest=72)
     if any(c not in "0123456789abcdefABCDEF" for c in prefix):
@@ -37,11 +37,16 @@ def list_blocks(session: Session, fields: Fields, request_id: int) -> Message:
     limit = fields.integer("limit", 1, MAX_LISTED, 1000)
     rows, total = upkeep.listing(
         server.store,
-        namespace=None if namespace is None else namespace.id,
+        namespaces=namespaces,
         tier=tier,
         prefix=prefix.lower(),
         limit=limit,
     )
+    held = server.pins.holding()
+    for row in rows if held else ():
+        key = row["key"]
+        assert isinstance(key, bytes)
+        row["pins"] = held[key]
     return {"blocks": rows, "total": total, "models": {info.id: info.model for info in server.namespaces}}
 
 
@@ -90,10 +95,9 @@ async def remove(session: Session, fields: Fields, request_id: int) -> Message:
 
 @verb("clear")
 async def clear(session: Session, fields: Fields, request_id: int) -> Message:
-    """Remove blocks: of one namespace, of retired ones, unused for ``older_than`` seconds, of one tier; else all."""
-    chosen = one_namespace(session, fields, optional=True)
+    """Remove blocks: of one model or namespace, of retired ones, unused for ``older_than`` seconds, of one tier; else all."""
+    namespaces = _chosen(session, fields)
     tier = fields.choice("tier", ("all", "ram", "ssd"), "all")
-    namespaces = None if chosen is None else frozenset([chosen.id])
     if fields.flag("retired"):
         retired = frozenset(info.id for info in session.server.namespaces if info.retired)
         namespaces = retired if namespaces is None else namespaces & retired
@@ -146,16 +150,24 @@ async def shutdown(session: Session, fields: Fields, request_id: int) -> None:
         session.more(request_id, {"dirty_bytes": left, "at": time.time()})
 
 
-def one_namespace(session: Session, fields: Fields, *, optional: bool) -> NamespaceInfo | None:
-    """The namespace that ``namespace`` names: a model's id, or the first digits of the namespace's id."""
-    if optional and "namespace" not in fields:
+def _chosen(session: Session, fields: Fields) -> frozenset[bytes] | None:
+    """Ids of what ``namespace`` names; None where a request has none."""
+    if "namespace" not in fields:
         return None
+    return frozenset(info.id for info in named_namespaces(session, fields))
+
+
+def named_namespaces(session: Session, fields: Fields) -> list[NamespaceInfo]:
+    """What ``namespace`` names: all of a model's (each of its KV groups has one), or one by the first digits of its id.
+
+    Raises RequestError: there is none, or the digits are those of several.
+    """
     text = fields.text("namespace")
     found = session.server.namespaces.find(text)
-    if len(found) != 1:
+    if not found:
         known = ", ".join(sorted({info.model for info in session.server.namespaces})) or "none"
-        if not found:
-            raise RequestError(Code.NOT_FOUND, f"no namespace is named {text!r}; known models: {known}")
-        ids = ", ".join(f"{info.id.hex()[:12]} ({info.block_tokens} tokens a block)" for info in found)
-        raise RequestError(Code.REFUSED, f"{text!r} has {len(found)} namespaces: name one by its id: {ids}")
-    return found[0]
+        raise RequestError(Code.NOT_FOUND, f"no namespace is named {text!r}; known models: {known}")
+    if len(found) > 1 and any(info.model != text for info in found):
+        ids = ", ".join(f"{info.id.hex()[:12]} ({info.model})" for info in found)
+        raise RequestError(Code.REFUSED, f"{len(found)} namespaces' ids begin with {text!r}: give more digits: {ids}")
+    return found

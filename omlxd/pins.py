@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -92,6 +93,10 @@ class Pins:
         for number in found:
             self._end(number)
         return len(found)
+
+    def holding(self) -> Counter[bytes]:
+        """How many pins hold each block, by key."""
+        return Counter(key for pin in self._pins.values() for key in pin.load.keys)
 
     def sweep(self) -> None:
         """End pins whose blocks have all been removed meanwhile: they would only keep memory."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import omlxd
+from omlxd.counting import counted
 from omlxd.rates import WINDOWS, Rates
 from omlxd.schema import SCHEMA, ClientStats, NamespaceStats, RamStats, RateStats, RemoteStats, SsdStats, Stats
 from omlxd.storage.sizes import format_size
@@ -62,6 +63,7 @@ class Reporter:
             counts.update({f"spill_{what}": count for what, count in store.spiller.counts.items()})
         if store.restorer is not None:
             counts.update({f"restore_{what}": count for what, count in store.restorer.counts.items()})
+        using = Counter(info.id for session in server.sessions.values() for info in session.namespaces)
         if (remote := _remote(store)) is not None:
             counts.update({f"remote_{what}": count for what, count in remote["counts"].items()})
         return {
@@ -90,7 +92,7 @@ class Reporter:
                 name: {"bounds": list(one.bounds), "counts": one.cumulative(), "sum": one.sum}
                 for name, one in store.histograms.items()
             },
-            "namespaces": [self._namespace(info.id) for info in server.namespaces],
+            "namespaces": [self._namespace(info.id, using[info.id]) for info in server.namespaces],
             "clients": [_client(session, store) for session in server.sessions.values()],
             "pins": server.pins.rows(),
         }
@@ -157,7 +159,7 @@ class Reporter:
             "life_years": life_years(self.about.volume, per_day),
         }
 
-    def _namespace(self, namespace_id: bytes) -> NamespaceStats:
+    def _namespace(self, namespace_id: bytes, clients: int) -> NamespaceStats:
         store = self._server.store
         info = self._server.namespaces.get(namespace_id)
         assert info is not None
@@ -174,6 +176,7 @@ class Reporter:
             "ram_bytes": ram_bytes,
             "ssd_blocks": space.blocks if space is not None else 0,
             "ssd_bytes": space.nbytes if space is not None else 0,
+            "clients": clients,
             "counts": {what: count for (of, what), count in store.counts.items() if of == namespace_id},
         }
 
@@ -191,9 +194,11 @@ class Reporter:
             if tier.state != "ok":
                 found.append(f"the SSD tier is {tier.state} ({tier.reason}): blocks are served from RAM and not kept")
             if damaged := tier.counts["damaged"]:
-                found.append(f"{damaged} damaged blocks were found on the SSD; they are misses and are not served")
+                found.append(f"{counted(damaged, 'damaged block')} found on the SSD: misses now, and not served")
         if store.spiller is not None and store.spiller.parked_blocks:
-            found.append(f"{store.spiller.parked_blocks} blocks could not be written to the SSD and are in RAM only")
+            found.append(
+                f"{counted(store.spiller.parked_blocks, 'block')} could not be written to the SSD: in RAM only"
+            )
         for outer in store.outer.tiers:
             found += outer.troubles()
         if store.elastic.gives_way:

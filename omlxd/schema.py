@@ -131,6 +131,8 @@ class NamespaceStats(TypedDict):
     ram_bytes: int
     ssd_blocks: int
     ssd_bytes: int
+    clients: NotRequired[int]
+    """Connections that have registered it."""
     counts: dict[str, int]
     """hits_ram, hits_ssd, misses, stored, declined_<reason>, ... since the daemon started."""
 

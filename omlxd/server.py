@@ -184,7 +184,7 @@ class Server:
     def session_closed(self, session: Session, reason: str) -> None:
         """Release all that a client held."""
         self.sessions.pop(session.number, None)
-        log.info("%r has gone: %s", session, reason)
+        log.log(logging.DEBUG if session.is_ours else logging.INFO, "%s has gone: %s", session, reason)
         # The process may live on with the memory mapped. One that hung up by itself does not read there any more; whether
         # it writes is not taken on trust.
         process = ProcessWatch(session.peer.pid)

@@ -11,12 +11,13 @@ import os
 import plistlib
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from omlxd.activation import LISTENERS
-from omlxd.config import EXIT_CONFIG
+from omlxd.config_problems import EXIT_CONFIG
 from omlxd.paths import private_dir
 
 LABEL = "org.omlxd.daemon"
@@ -189,15 +190,16 @@ class Launchd:
         service.log.parent.mkdir(parents=True, exist_ok=True)
         (plist,) = self.files
         plist.parent.mkdir(parents=True, exist_ok=True)
-        self._run(["launchctl", "bootout", f"{self._domain}/{LABEL}"])  # an older one; an error when there is none
-        plist.write_bytes(plistlib.dumps(launch_agent(service)))
-        _must(self._run, ["launchctl", "bootstrap", self._domain, str(plist)])
+        self._bootout()  # an older one; an error when there is none
+        with _as_before_when_it_fails(self.files, self._bootout):
+            plist.write_bytes(plistlib.dumps(launch_agent(service)))
+            _must(self._run, ["launchctl", "bootstrap", self._domain, str(plist)])
         if start:
             _must(self._run, ["launchctl", "kickstart", f"{self._domain}/{LABEL}"])
 
     def uninstall(self) -> list[Path]:
         """Stop the daemon, unload the agent and remove it; the files that were removed."""
-        self._run(["launchctl", "bootout", f"{self._domain}/{LABEL}"])
+        self._bootout()
         return _remove(self.files)
 
     def state(self) -> State:
@@ -205,6 +207,9 @@ class Launchd:
         printed = self._run(["launchctl", "print", f"{self._domain}/{LABEL}"])
         running = printed.returncode == 0 and "state = running" in printed.stdout
         return State(self.files[0].exists(), running, self.name, self.files)
+
+    def _bootout(self) -> None:
+        self._run(["launchctl", "bootout", f"{self._domain}/{LABEL}"])
 
 
 class Systemd:
@@ -222,18 +227,19 @@ class Systemd:
         private_dir(service.socket.parent, shared=True)
         unit, sock = self.files
         unit.parent.mkdir(parents=True, exist_ok=True)
-        unit.write_text(systemd_service(service))
-        sock.write_text(systemd_socket(service))
-        self._control("daemon-reload")
-        self._control("enable", "--now", sock.name)
+        with _as_before_when_it_fails(self.files, self._disable):
+            unit.write_text(systemd_service(service))
+            sock.write_text(systemd_socket(service))
+            self._control("daemon-reload")
+            self._control("enable", "--now", sock.name)
         if start:
             self._control("start", unit.name)
 
     def uninstall(self) -> list[Path]:
         """Stop the daemon and its socket, remove both units; the files that were removed."""
-        unit, sock = self.files
+        unit, _ = self.files
         if any(file.exists() for file in self.files):
-            self._run(["systemctl", "--user", "disable", "--now", sock.name])
+            self._disable()
             self._run(["systemctl", "--user", "stop", unit.name])
         removed = _remove(self.files)
         if removed:
@@ -245,6 +251,9 @@ class Systemd:
         installed = all(file.exists() for file in self.files)
         active = installed and self._run(["systemctl", "--user", "is-active", self.files[0].name]).returncode == 0
         return State(installed, active, self.name, self.files)
+
+    def _disable(self) -> None:
+        self._run(["systemctl", "--user", "disable", "--now", self.files[1].name])
 
     def _control(self, *arguments: str) -> None:
         _must(self._run, ["systemctl", "--user", *arguments])
@@ -258,6 +267,24 @@ def manager(run: Run = _run, *, platform: str = sys.platform) -> Manager:
     if platform == "darwin":
         return Launchd(Path.home(), run)
     return Systemd(Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"), run)
+
+
+@contextmanager
+def _as_before_when_it_fails(files: Sequence[Path], undo: Callable[[], None]) -> Iterator[None]:
+    """A service that could not be set up leaves no files that look like one; those of an earlier one are put back."""
+    before = {file: file.read_bytes() for file in files if file.exists()}
+    try:
+        yield
+    except (ServiceError, OSError):
+        if not before:
+            with suppress(ServiceError):
+                undo()
+        for file in files:
+            if file in before:
+                file.write_bytes(before[file])
+            else:
+                file.unlink(missing_ok=True)
+        raise
 
 
 def _must(run: Run, command: list[str]) -> None:

@@ -48,8 +48,15 @@ class Session:
             sock, asyncio.get_running_loop(), self._received, self._closed, server.settings.max_queued
         )
 
-    def __repr__(self) -> str:
-        return f"<Session {self.number} {self.name} pid {self.peer.pid}>"
+    def __str__(self) -> str:
+        """``client 66 (omlxd command, pid 2596)``."""
+        pid = f"pid {self.peer.pid}"
+        return f"client {self.number} ({pid if self.name == pid else f'{self.name}, {pid}'})"
+
+    @property
+    def is_ours(self) -> bool:
+        """Is it a command of this program? They come and go, and change nothing by that."""
+        return self.name.startswith("omlxd ")
 
     @property
     def closed(self) -> bool:
@@ -148,7 +155,7 @@ class Session:
                     return
         except ProtocolError as error:
             self.server.counts["bad_frames"] += 1
-            log.warning("%r is cut off: %s", self, error)
+            log.warning("%s is cut off: %s", self, error)
             self._connection.finish(self._protocol.farewell(error), str(error))
 
     def _handle(self, request: Request) -> None:
@@ -190,7 +197,7 @@ class Session:
             self.error(request.id, code, str(error))
         else:
             self.server.counts["internal_errors"] += 1
-            log.exception("%s of %r failed", request.verb, self, exc_info=error)
+            log.exception("%s of %s failed", request.verb, self, exc_info=error)
             self.error(
                 request.id, Code.INTERNAL, f"{request.verb} failed in the daemon: {type(error).__name__}: {error}"
             )

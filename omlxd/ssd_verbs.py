@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from omlxd.fields import Fields
-from omlxd.operator_verbs import one_namespace
+from omlxd.operator_verbs import named_namespaces
 from omlxd.protocol import KEY_BYTES, Code, Message, RequestError
 from omlxd.storage.ssd import ArchiveBroken, SsdError
 from omlxd.storage.ssd_archive import ArchivedNamespace, check_archive, read_archive
@@ -115,13 +115,12 @@ def wants_rewrite(ssd: SsdTier) -> bool:
 
 @verb("export")
 async def export(session: Session, fields: Fields, request_id: int) -> Message:
-    """Write the blocks of ``namespace``, or the chains that end with ``keys``, into the archive ``file``."""
+    """Write the blocks of a model or of a ``namespace``, or the chains that end with ``keys``, into the archive ``file``."""
     ssd, spiller = _ssd(session)
     file = _file(session, fields)
     await spiller.drain()
-    namespace = one_namespace(session, fields, optional=True)
-    if namespace is not None:
-        keys = keys_of(ssd, namespace.id)
+    if "namespace" in fields:
+        keys = [key for space in named_namespaces(session, fields) for key in keys_of(ssd, space.id)]
     else:
         keys = list(dict.fromkeys(key for last in fields.keys(most=1000) for key in ssd.chain(last)))
     if not keys:

@@ -25,7 +25,8 @@ MAX_UNREAD_BYTES = 8 << 20
 class _Subscription:
     session: Session
     request_id: int
-    namespace: bytes | None
+    namespaces: frozenset[bytes] | None
+    """Whose changes; None: everybody's."""
     pending: list[Message] = field(default_factory=list)
     lost: int = 0
 
@@ -41,11 +42,11 @@ class Subscriptions:
     def __len__(self) -> int:
         return len(self._subscriptions)
 
-    def add(self, session: Session, request_id: int, namespace: bytes | None) -> None:
+    def add(self, session: Session, request_id: int, namespaces: frozenset[bytes] | None) -> None:
         """Tell ``session`` from now on, as parts of the answer to its request."""
         if not self._subscriptions:
             self._journal.listeners.append(self._changed)
-        self._subscriptions.append(_Subscription(session, request_id, namespace))
+        self._subscriptions.append(_Subscription(session, request_id, namespaces))
         session.more(request_id, {"events": [], "boot": session.server.boot})
 
     def retired(self, namespace: bytes, why: str) -> None:
@@ -59,7 +60,7 @@ class Subscriptions:
 
     def _publish(self, event: Message, namespace: bytes) -> None:
         for one in self._subscriptions:
-            if one.namespace is None or one.namespace == namespace:
+            if one.namespaces is None or namespace in one.namespaces:
                 if len(one.pending) < MAX_PENDING:
                     one.pending.append(event)
                 else:

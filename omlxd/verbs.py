@@ -7,6 +7,7 @@ when it answers by itself (in parts). Refusals are raised as RequestError. The o
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from omlxd.namespaces import NamespaceInfo
     from omlxd.server import Server
     from omlxd.session import Session
+
+log = logging.getLogger(__name__)
 
 Answer: TypeAlias = Message | Coroutine[object, object, Message | None] | None
 Verb: TypeAlias = "Callable[[Session, Fields, int], Answer]"
@@ -56,6 +59,7 @@ def hello(session: Session, fields: Fields, request_id: int) -> None:
     if "client" in fields:
         session.name = fields.text("client", longest=200)
     session.greeted()
+    log.debug("%s has come", session)
     server = session.server
     answer: Message = {
         "version": min(VERSION, versions[1]),

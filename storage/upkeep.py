@@ -146,7 +146,7 @@ def _only_in_ram(store: Store, key: bytes) -> None:
 
 
 def listing(
-    store: Store, *, namespace: bytes | None, tier: str, prefix: str, limit: int
+    store: Store, *, namespaces: frozenset[bytes] | None, tier: str, prefix: str, limit: int
 ) -> tuple[list[dict[str, object]], int]:
     """Rows for blocks, and how many there are in all; only the first ``limit`` are built."""
     rows: list[dict[str, object]] = []
@@ -157,7 +157,7 @@ def listing(
         if prefix and not key.hex().startswith(prefix):
             continue
         row = describe(store, key)
-        if row is None or namespace not in (None, row["namespace"]):
+        if row is None or (namespaces is not None and row["namespace"] not in namespaces):
             continue
         total += 1
         if len(rows) < limit:

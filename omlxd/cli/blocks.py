@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from omlxd.cli import context, views
-from omlxd.cli.context import Common, Exit, fail, json_option, pass_common, show_json
+from omlxd.cli.context import Common, Exit, fail, hint, json_option, pass_common, show_json
 from omlxd.cli.stopped import stopped_listing, the_store
-from omlxd.client import Cache
+from omlxd.counting import counted
 from omlxd.errors import Unavailable
-from omlxd.protocol import Message
+from omlxd.protocol import KEY_BYTES, Message
 from omlxd.storage.sizes import format_size
+
+if TYPE_CHECKING:
+    from omlxd.client import Cache
 
 SORTS = {
     "position": lambda row: (row["namespace"], row["position"], row["key"]),
@@ -30,6 +33,21 @@ def list_blocks(common: Common, **fields: Any) -> Message:
     except Unavailable as error:
         with the_store(common.config(), str(error)) as look:
             return stopped_listing(look, **fields)
+
+
+class KeyPrefix(click.ParamType[str]):
+    """The first digits of a key."""
+
+    name = "key"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Check it; a usage error for what can be no key."""
+        text = str(value)
+        if not text or set(text) - set("0123456789abcdefABCDEF"):
+            self.fail(f"{text!r} is no key: hexadecimal digits are needed, as omlxd ls shows them", param, ctx)
+        if len(text) > 2 * KEY_BYTES:
+            self.fail(f"{text!r} is longer than a key: that has {2 * KEY_BYTES} digits", param, ctx)
+        return text.lower()
 
 
 def find_block(cache: Cache, prefix: str) -> tuple[dict[str, Any], str]:
@@ -84,7 +102,7 @@ def ls(
     rows = [
         row
         for row in answer["blocks"]
-        if (not dirty or row.get("dirty")) and (not leased or row.get("ref_cnt", 0) > int(bool(row.get("dirty"))))
+        if (not dirty or row.get("dirty")) and (not leased or views.engines_reading(row))
     ]
     rows.sort(key=SORTS[sort], reverse=reverse)
     whole = len(answer["blocks"]) == answer["total"]
@@ -98,15 +116,13 @@ def ls(
     context.show(views.blocks(rows[:limit], answer["models"]))
     size = sum(int(row["bytes"]) for row in rows)
     more = f"; {min(limit, len(rows))} are shown (--limit)" if len(rows) > limit else ""
-    click.echo(f"\n{len(rows):,} blocks, {format_size(size)}{more}")
+    click.echo(f"\n{counted(len(rows), 'block')}, {format_size(size)}{more}")
     if not whole:
-        click.echo(
-            f"only {len(answer['blocks']):,} of {answer['total']:,} blocks were looked at: narrow it down", err=True
-        )
+        hint(f"only {len(answer['blocks']):,} of {answer['total']:,} blocks were looked at: narrow it down")
 
 
 @click.command()
-@click.argument("key_prefix")
+@click.argument("key_prefix", type=KeyPrefix())
 @json_option
 @pass_common
 def show(common: Common, key_prefix: str, as_json: bool) -> None:
@@ -118,4 +134,4 @@ def show(common: Common, key_prefix: str, as_json: bool) -> None:
     if as_json:
         show_json({**row, "model": model})
     else:
-        context.show(views.block(row, model))
+        click.echo(views.block(row, model))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import click
 
 from omlxd.cli.ages import Age
-from omlxd.cli.blocks import find_block
+from omlxd.cli.blocks import KeyPrefix, find_block
 from omlxd.cli.context import Common, json_option, pass_common, show_json
 from omlxd.cli.running import draining
 from omlxd.cli.views import duration
+from omlxd.counting import counted
 from omlxd.storage.sizes import format_size
 
 yes_option = click.option("--yes", is_flag=True, help="Do not ask.")
@@ -58,13 +59,13 @@ def clear(
         show_json(done)
         return
     click.echo(
-        f"removed {done['ram_blocks']:,} blocks ({format_size(done['ram_bytes'])}) from RAM, "
+        f"removed {counted(done['ram_blocks'], 'block')} ({format_size(done['ram_bytes'])}) from RAM, "
         f"{done['ssd_blocks']:,} ({format_size(done['ssd_bytes'])}) from the SSD"
     )
 
 
 @click.command()
-@click.argument("key_prefixes", nargs=-1, required=True)
+@click.argument("key_prefixes", type=KeyPrefix(), nargs=-1, required=True)
 @yes_option
 @json_option
 @pass_common
@@ -78,12 +79,12 @@ def rm(common: Common, key_prefixes: tuple[str, ...], yes: bool, as_json: bool) 
     with common.daemon(timeout=REMOVE_SECONDS) as cache:
         rows = [find_block(cache, prefix)[0] for prefix in key_prefixes]
         if not yes:
-            click.confirm(f"Remove {len(rows)} blocks?", abort=True)
+            click.confirm(f"Remove {counted(len(rows), 'block')}?", abort=True)
         done = cache.call("remove", keys=b"".join(row["key"] for row in rows))
     if as_json:
         show_json(done)
     else:
-        click.echo(f"removed {done['removed']} blocks")
+        click.echo(f"removed {counted(done['removed'], 'block')}")
 
 
 @click.command()
@@ -101,4 +102,4 @@ def flush(common: Common, as_json: bool) -> None:
         show_json(done)
         return
     parked = f"; {done['parked']} could not be written (omlxd status says why)" if done.get("parked") else ""
-    click.echo(f"wrote {done.get('spilled', 0):,} blocks{parked}")
+    click.echo(f"wrote {counted(done.get('spilled', 0), 'block')}{parked}")

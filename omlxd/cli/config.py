@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import click
-from rich.table import Table
 
-from omlxd.cli.context import Common, Exit, fail, json_option, pass_common, show, show_json
-from omlxd.config import ConfigError, example
+from omlxd.cli.context import Common, Exit, console, fail, hint, json_option, pass_common, show_json
+from omlxd.cli.views import columns_of
+from omlxd.config_problems import ConfigError
 from omlxd.paths import private_dir
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 @click.group()
@@ -41,21 +45,35 @@ def show_config(common: Common, origin: bool, running: bool, as_json: bool) -> N
     if as_json:
         show_json({"file": common.config_file, "values": values, "notes": notes})
         return
-    show(config_table(values, origin=origin))
+    show_settings(values, origin=origin)
     for note in notes:
-        click.echo(note, err=True)
+        hint(note)
 
 
-def config_table(values: Mapping[str, Mapping[str, object]], *, origin: bool) -> Table:
-    """Keys, values and, where asked, origins."""
-    table = Table(box=None, pad_edge=False)
-    table.add_column("setting", no_wrap=True)
-    table.add_column("value", overflow="fold")
-    if origin:
-        table.add_column("origin", overflow="fold")
+def show_settings(values: Mapping[str, Mapping[str, object]], *, origin: bool) -> None:
+    """Keys, values and, where asked, origins: folded to a terminal's width, and in a pipe with no path broken."""
+    rows = [("setting", "value", *(["origin"] if origin else []))]
     for key, one in values.items():
         shown = '""' if one["value"] == "" else str(one["value"])
-        table.add_row(key, shown, *([str(one["origin"])] if origin else []))
+        rows.append((key, shown, *([str(one["origin"])] if origin else [])))
+    terminal = console()
+    if terminal.is_terminal:
+        terminal.print(folded(rows))
+    else:
+        click.echo(columns_of(rows))
+
+
+def folded(rows: Sequence[tuple[str, ...]]) -> Table:
+    """A table whose columns but the first may be folded."""
+    from rich.table import Table
+
+    title, *others = rows[0]
+    table = Table(box=None, pad_edge=False)
+    table.add_column(title, no_wrap=True)
+    for other in others:
+        table.add_column(other, overflow="fold")
+    for row in rows[1:]:
+        table.add_row(*row)
     return table
 
 
@@ -126,6 +144,8 @@ def reload(common: Common, as_json: bool) -> None:
 @pass_common
 def init(common: Common, force: bool, to_stdout: bool) -> None:
     """Write a configuration file with every setting, commented out."""
+    from omlxd.config import example
+
     if to_stdout:
         click.echo(example(), nl=False)
         return

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
+import textwrap
+import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,14 +16,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
-from rich.console import Console, RenderableType
 
-from omlxd.config import EXIT_CONFIG, Config, ConfigError, load_config
+from omlxd.config_problems import EXIT_CONFIG, ConfigError, Problem
 from omlxd.errors import OmlxdError, Refused, Unavailable
-from omlxd.paths import PathError, socket_path
+from omlxd.paths import PathError, check_socket_path, socket_path
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # what looks at the daemon only must not wait for the configuration's model, nor for tables
+    from rich.console import Console, RenderableType
+
     from omlxd.client import Cache
+    from omlxd.config import Config
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -51,19 +56,34 @@ class Common:
 
     config_file: Path
     socket_option: str | None
+    config_must_exist: bool = False
+    """Was the file named by a flag? The default one need not be there."""
 
     def config(self, flags: dict[str, object] | None = None) -> Config:
         """The configuration as the daemon would read it here. Raises ConfigError."""
+        from omlxd.config import load_config
+
+        self._require_file()
         return load_config(self.config_file, os.environ, {"daemon.socket": self.socket_option, **(flags or {})})
 
     def socket(self) -> Path:
-        """The daemon's socket: flag, environment, file, default. A broken file does not stand in the way."""
-        try:
-            chosen = self.config().daemon.socket
-        except ConfigError as error:
-            click.echo(f"the configuration is not used: {error}", err=True)
-            chosen = self.socket_option or ""
-        return Path(chosen).expanduser().absolute() if chosen else socket_path()
+        """The daemon's socket: flag, environment, file, default. What else is wrong in the file does not matter here.
+
+        Raises ConfigError (a file was named that is not there), PathError.
+        """
+        self._require_file()
+        chosen = self.socket_option
+        for variable in ("OMLXD_SOCKET", "OMLXD_DAEMON_SOCKET"):
+            if chosen is None:
+                chosen = os.environ.get(variable)
+        if chosen is None:
+            chosen = _socket_in(self.config_file)
+        return check_socket_path(Path(chosen).expanduser()) if chosen else socket_path()
+
+    def _require_file(self) -> None:
+        if self.config_must_exist and not self.config_file.exists():
+            allowed = "there is no such file; omlxd --config FILE config init writes one"
+            raise ConfigError([Problem(str(self.config_file), None, "flag --config", allowed)])
 
     @contextmanager
     def daemon(self, *, name: str = "omlxd command", timeout: float = 30.0) -> Iterator[Cache]:
@@ -72,6 +92,16 @@ class Common:
 
         with connect(self.socket(), name=name, timeout=timeout) as cache:
             yield cache
+
+
+def _socket_in(file: Path) -> str:
+    """``daemon.socket`` of a configuration file; empty where it says nothing, or cannot be read."""
+    try:
+        daemon = tomllib.loads(file.read_text(encoding="utf-8")).get("daemon") if file.is_file() else None
+    except (OSError, ValueError):
+        return ""
+    found = daemon.get("socket") if isinstance(daemon, dict) else None
+    return found if isinstance(found, str) else ""
 
 
 pass_common = click.make_pass_decorator(Common)
@@ -86,6 +116,8 @@ def json_option(command: F) -> F:
 
 def console(*, stderr: bool = False) -> Console:
     """Where people read: colours and the terminal's width on a terminal, neither in a pipe."""
+    from rich.console import Console
+
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() else int(os.environ.get("COLUMNS", WIDTH))
     return Console(stderr=stderr, width=width, highlight=False, soft_wrap=False)
@@ -115,9 +147,21 @@ def _json_value(value: object) -> object:
     raise TypeError(f"{type(value).__name__} has no JSON form")
 
 
+def hint(message: str) -> None:
+    """Tell something on standard error; on a terminal in lines that break between words."""
+    if sys.stderr.isatty():
+        width = shutil.get_terminal_size((WIDTH, 24)).columns
+        lines = message.splitlines()
+        message = "\n".join(
+            textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False) if len(line) > width else line
+            for line in lines
+        )
+    click.echo(message, err=True)
+
+
 def fail(message: str, code: Exit = Exit.FAILED) -> NoReturn:
     """End the command with ``message`` on standard error."""
-    click.echo(message, err=True)
+    hint(message)
     raise SystemExit(int(code))
 
 
@@ -126,6 +170,13 @@ def errors_as_exit_codes() -> Iterator[None]:
     """Turns what commands raise into a message and an exit code; a traceback is a bug of ours."""
     try:
         yield
+    except KeyboardInterrupt:
+        raise SystemExit(int(Exit.INTERRUPTED)) from None
+    except click.Abort as abort:
+        if isinstance(abort.__context__, KeyboardInterrupt):  # at a question, where click makes this of it
+            click.echo(err=True)
+            raise SystemExit(int(Exit.INTERRUPTED)) from None
+        raise
     except ConfigError as error:
         fail(str(error), Exit.CONFIG)
     except Unavailable as error:

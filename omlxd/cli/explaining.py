@@ -13,6 +13,7 @@ import click
 
 from omlxd.cli.context import Common, Exit, fail, json_option, pass_common, show, show_json
 from omlxd.cli.views import duration, plain_table
+from omlxd.counting import counted
 from omlxd.operations import pack_keys
 from omlxd.storage.blocks import block_key
 
@@ -70,13 +71,13 @@ class DaemonSource:
 
 @click.command()
 @click.option("--model", type=click.Path(path_type=Path), help="The model's folder, or the name it has here.")
-@click.option("--prompt", type=click.File("r", encoding="utf-8"), help="A text file; needs the model's folder. - is stdin.")
+@click.option(
+    "--prompt", type=click.File("r", encoding="utf-8"), help="A text file; needs the model's folder. - is stdin."
+)
 @click.option("--tokens", type=click.File("r", encoding="utf-8"), help="A file of token ids. - is stdin.")
 @json_option
 @pass_common
-def explain(
-    common: Common, model: Path | None, prompt: TextIO | None, tokens: TextIO | None, as_json: bool
-) -> None:
+def explain(common: Common, model: Path | None, prompt: TextIO | None, tokens: TextIO | None, as_json: bool) -> None:
     """Tell why a prompt would be restored, or not.
 
     Block by block: in shared memory, on the SSD, evicted (when, why), refused,
@@ -119,7 +120,9 @@ def explain(
             Exit.NOT_FOUND,
         )
     else:
-        for answer in answers:
+        for number, answer in enumerate(answers):
+            if number:
+                click.echo()
             _show(answer, time.time())
 
 
@@ -159,9 +162,11 @@ def _show(answer: Explanation, now: float) -> None:
         show(table)
     there = answer.divergence
     if there is not None and there.start < answer.tokens:
-        where = f"between tokens {there.start} and {there.stop}"
-        if there.others:
-            click.echo(f"The nearest stored prompt goes on with other tokens {where} ({there.others} that do).")
+        if there.others and there.start == 0:
+            click.echo(f"What is stored begins differently ({counted(there.others, 'other beginning')}).")
+        elif there.others:
+            ways = counted(there.others, "other continuation")
+            click.echo(f"What is stored goes on differently between tokens {there.start} and {there.stop} ({ways}).")
         else:
             click.echo(f"What is stored of this prompt ends at token {there.start}.")
         if there.text:
@@ -171,7 +176,6 @@ def _show(answer: Explanation, now: float) -> None:
         click.echo(f"The last {answer.tail} tokens are less than a block ({space.block_tokens}) and never stored.")
     for note in answer.notes:
         click.echo(f"Note: {note}.")
-    click.echo()
 
 
 def _told(line: Line, now: float) -> tuple[str, str]:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import click
 
 from omlxd.cli.ages import Age
-from omlxd.cli.blocks import find_block
+from omlxd.cli.blocks import KeyPrefix, find_block
 from omlxd.cli.context import Common, Exit, fail, json_option, pass_common, show_json
 from omlxd.cli.views import duration
+from omlxd.counting import counted
 from omlxd.storage.sizes import format_size
 
 PIN_SECONDS = 120.0
 
 
 @click.command()
-@click.argument("key_prefix")
+@click.argument("key_prefix", type=KeyPrefix())
 @click.option("--ttl", type=Age(), default="1h", show_default=True, metavar="AGE", help="For how long, as in 12h.")
 @json_option
 @pass_common
@@ -33,11 +34,12 @@ def pin(common: Common, key_prefix: str, ttl: float, as_json: bool) -> None:
     if as_json:
         show_json(done)
     else:
-        click.echo(f"pinned {done['blocks']} blocks ({format_size(done['bytes'])}) for {duration(done['ttl'])}")
+        blocks, size = counted(done["blocks"], "block"), format_size(done["bytes"])
+        click.echo(f"pinned {blocks} ({size}) for {duration(done['ttl'])}")
 
 
 @click.command()
-@click.argument("key_prefixes", nargs=-1)
+@click.argument("key_prefixes", type=KeyPrefix(), nargs=-1)
 @click.option("--all", "everything", is_flag=True, help="End all pins.")
 @json_option
 @pass_common
@@ -60,11 +62,11 @@ def unpin(common: Common, key_prefixes: tuple[str, ...], everything: bool, as_js
     elif not done["unpinned"]:
         fail("nothing was pinned there", Exit.NOT_FOUND)
     else:
-        click.echo(f"ended {done['unpinned']} pins")
+        click.echo(f"ended {counted(done['unpinned'], 'pin')}")
 
 
 @click.command()
-@click.argument("key_prefixes", nargs=-1, required=True)
+@click.argument("key_prefixes", type=KeyPrefix(), nargs=-1, required=True)
 @json_option
 @pass_common
 def prefetch(common: Common, key_prefixes: tuple[str, ...], as_json: bool) -> None:
@@ -78,8 +80,16 @@ def prefetch(common: Common, key_prefixes: tuple[str, ...], as_json: bool) -> No
         done = cache.call("warm", timeout=None, keys=keys)
     if as_json:
         show_json(done)
+        return
+    started, blocks, there = done["started"], done["blocks"], done["in_ram"]
+    if started:
+        click.echo(f"{counted(started, 'block')} on the way")
+    elif there == blocks:
+        click.echo(f"all of it is in RAM already ({counted(blocks, 'block')})")
     else:
-        click.echo(f"{done['started']} blocks are on their way")
+        fail(
+            f"{there} of {counted(blocks, 'block')} are in RAM; there is no room for the others now, or they come already"
+        )
 
 
 @click.command()

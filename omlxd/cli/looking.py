@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import time
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import click
-from rich.live import Live
 
 from omlxd.cli import views
-from omlxd.cli.context import Common, Exit, console, json_line, json_option, pass_common, show, show_json
-from omlxd.cli.stopped import stopped_status, stopped_view
-from omlxd.client import Cache
+from omlxd.cli.context import Common, Exit, console, hint, json_line, json_option, pass_common, show, show_json
+from omlxd.counting import counted
 from omlxd.errors import Unavailable
-from omlxd.schema import Stats
-from omlxd.service import ServiceError, manager
+
+if TYPE_CHECKING:
+    from omlxd.client import Cache
+    from omlxd.schema import Stats
 
 
 def stats_of(cache: Cache) -> Stats:
@@ -24,6 +25,8 @@ def stats_of(cache: Cache) -> Stats:
 
 def service_line() -> str:
     """Is it installed as a service, does it run."""
+    from omlxd.service import ServiceError, manager
+
     try:
         return str(manager().state())
     except ServiceError as error:
@@ -55,6 +58,8 @@ def status(common: Common, everything: bool, leases: bool, watch: float | None, 
                     click.echo()
                 _status(cache, everything, leases, as_json)
     except Unavailable as error:
+        from omlxd.cli.stopped import stopped_status, stopped_view
+
         stopped = stopped_status(common.config(), common.socket(), str(error))
         if as_json:
             show_json(stopped)
@@ -69,7 +74,7 @@ def _status(cache: Cache, everything: bool, leases: bool, as_json: bool) -> None
     if as_json:
         show_json({**stats, **({"leases": rows} if leases else {})})
         return
-    show(views.status(stats, service=service_line(), everything=everything))
+    show(views.status(stats, service=service_line(), everything=everything, asking=os.getpid()))
     if leases:
         show("")
         show(views.leases(rows))
@@ -86,13 +91,12 @@ def top(common: Common, every: float) -> None:
             while True:
                 json_line(stats_of(cache))
                 time.sleep(every)
+        from rich.live import Live
+
         with Live(console=terminal, screen=True, auto_refresh=False) as live:
-            try:
-                while True:
-                    live.update(views.status(stats_of(cache)), refresh=True)
-                    time.sleep(every)
-            except KeyboardInterrupt:
-                return
+            while True:
+                live.update(views.status(stats_of(cache), asking=os.getpid()), refresh=True)
+                time.sleep(every)
 
 
 @click.command()
@@ -115,4 +119,4 @@ def events(common: Common, namespace: str | None, as_json: bool) -> None:
                 else:
                     click.echo(views.event_line(event))
             if part.get("lost"):
-                click.echo(f"{part['lost']} events were lost: this reader is too slow", err=True)
+                hint(f"{counted(part['lost'], 'event')} lost: this reader is too slow")

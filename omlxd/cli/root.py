@@ -107,6 +107,8 @@ def main(ctx: click.Context, config_file: Path | None, socket: str | None) -> No
     omlxd doctor            when something is not
 
     Exit codes: 0 done, 1 refused, 2 wrong usage, 3 no daemon, 4 not found or
-    not well, 78 wrong configuration.
+    not well, 78 wrong configuration, 130 interrupted.
     """
-    ctx.obj = Common(config_file.absolute() if config_file else config_path(), socket)
+    ctx.obj = Common(
+        config_file.absolute() if config_file else config_path(), socket, config_must_exist=config_file is not None
+    )

@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import click
-import psutil
-from rich.progress import BarColumn, Progress, TextColumn
 
 from omlxd.activation import inherited_sockets, refuse_waiting
 from omlxd.cli.context import Common, Exit, console, fail, json_option, pass_common, show_json
-from omlxd.config import ConfigError
+from omlxd.config_problems import ConfigError
 from omlxd.errors import Unavailable
 from omlxd.logs import start_logging
 from omlxd.storage.sizes import format_size
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 END_SECONDS = 60.0
 
@@ -94,9 +96,8 @@ def stop(common: Common, no_wait: bool, as_json: bool) -> None:
     if as_json:
         show_json({"pid": pid, "drained_bytes": total, "stopped": not no_wait})
     else:
-        click.echo(
-            f"pid {pid} is stopping" if no_wait else f"pid {pid} has ended; {format_size(total)} were written first"
-        )
+        written = f"; {format_size(total)} written first" if total else ""
+        click.echo(f"pid {pid} is stopping" if no_wait else f"pid {pid} has ended{written}")
 
 
 @contextmanager
@@ -109,6 +110,8 @@ def _until_gone() -> Iterator[None]:
 
 
 def _wait_for(pid: int) -> None:
+    import psutil
+
     try:
         psutil.Process(pid).wait(END_SECONDS)
     except psutil.NoSuchProcess:
@@ -139,6 +142,8 @@ def draining(total: int, *, quiet: bool) -> Iterator[Tell]:
     if quiet or not terminal.is_terminal:
         yield Tell(None, total)
         return
+    from rich.progress import BarColumn, Progress, TextColumn
+
     columns = (TextColumn("writing to the SSD"), BarColumn(), TextColumn("{task.fields[left]} to go"))
     with Progress(*columns, console=terminal, transient=True) as progress:
         yield Tell(progress, total)

@@ -45,11 +45,15 @@ def install(common: Common, start: bool, as_json: bool) -> None:
     omlxd install --start
     """
     service = service_of(common, common.config())
+    used = manager()
     try:
-        used = manager()
         used.install(service, start=start)
     except (ServiceError, OSError) as error:
-        fail(f"the service could not be installed: {error}")
+        if any(file.exists() for file in used.files):
+            fail(f"the service is installed, but not as it should be: {error}\nomlxd uninstall removes it")
+        fail(
+            f"the service could not be installed, and nothing of it is left: {error}\nomlxd serve runs the daemon here"
+        )
     if as_json:
         show_json({"manager": used.name, "files": list(used.files), "socket": service.socket, "started": start})
         return

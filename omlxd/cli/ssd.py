@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from omlxd.cli.context import Common, Exit, console, fail, json_option, pass_common, show_json
+from omlxd.cli.context import Common, Exit, console, fail, hint, json_option, pass_common, show_json
 from omlxd.cli.ssd_operator import Tell, ssd_operator
+from omlxd.counting import counted
 from omlxd.protocol import KEY_BYTES, Message
 from omlxd.storage.sizes import format_size, parse_size
 
@@ -57,6 +57,8 @@ def bar(what: str, *, quiet: bool) -> Iterator[Tell]:
     if quiet or not terminal.is_terminal:
         yield lambda part: None
         return
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
     columns = (
         TextColumn(what),
         BarColumn(),
@@ -92,9 +94,9 @@ def gc(common: Common, dry_run: bool, as_json: bool) -> None:
     if as_json:
         show_json({**done, "namespaces": {space.hex(): size for space, size in done["namespaces"].items()}})
         return
-    verb = "would leave" if dry_run else "left"
+    verb = "would be removed" if dry_run else "removed"
     click.echo(f"{format_size(done['used'])} of {format_size(done['limit'])} are in use")
-    click.echo(f"{done['blocks']:,} blocks ({format_size(done['stored_bytes'])}) {verb}")
+    click.echo(f"{counted(done['blocks'], 'block')} ({format_size(done['stored_bytes'])}) {verb}")
     for space, size in sorted(done["namespaces"].items(), key=lambda item: -item[1]):
         click.echo(f"  {format_size(size):>10}  namespace {space.hex()[:12]}")
     if dry_run:
@@ -143,15 +145,18 @@ def verify(common: Common, rate: float, after: bytes, as_json: bool) -> None:
     if as_json:
         show_json(done)
     else:
-        click.echo(f"{done['blocks']:,} blocks ({format_size(done['bytes'])}) were checked, {len(bad):,} are damaged")
+        checked = f"{counted(done['blocks'], 'block')} ({format_size(done['bytes'])}) checked"
+        click.echo(f"{checked}, {f'{len(bad):,} damaged' if bad else 'none damaged'}")
         for one in bad[:SHOWN]:
             click.echo(f"  {one['key'].hex()[:16]}  {one['reason']}")
         if len(bad) > SHOWN:
             click.echo(f"  and {len(bad) - SHOWN:,} more (--json shows all)")
         if done["trouble"]:
-            click.echo(f"the disk did not let the rest be read: {done['trouble']}", err=True)
+            hint(f"the disk did not let the rest be read: {done['trouble']}")
             if done["after"]:
-                click.echo(f"go on with: omlxd verify --after {done['after'].hex()}", err=True)
+                click.echo(
+                    f"go on with: omlxd verify --after {done['after'].hex()}", err=True
+                )  # to be copied: unbroken
     if bad or done["trouble"]:
         raise SystemExit(int(Exit.NOT_FOUND))
 
@@ -171,11 +176,12 @@ def compact(common: Common, rewrite: bool, as_json: bool) -> None:
         done = ssd.compact(rewrite=rewrite)
     if as_json:
         show_json(done)
+        return
+    saved = done["before"] - done["after"]
+    if saved > 0:
+        click.echo(f"the store takes {format_size(done['after'])} now, {format_size(saved)} less than before")
     else:
-        how = "copied" if done["rewritten"] else "with holes where nothing is"
-        click.echo(
-            f"the store takes {format_size(done['after'])}, before {format_size(done['before'])}; its file is {how}"
-        )
+        click.echo(f"nothing to do: the store takes {format_size(done['after'])}, and no space in it is unused")
 
 
 @click.command()
@@ -201,9 +207,9 @@ def export(common: Common, what: str, file: Path, force: bool, as_json: bool) ->
     if as_json:
         show_json(done)
         return
-    click.echo(f"{done['blocks']:,} blocks, {format_size(done['bytes'])}, are in {file}")
+    click.echo(f"wrote {counted(done['blocks'], 'block')} ({format_size(done['bytes'])}) to {file}")
     if done["blocks"] < done["total"]:
-        click.echo(f"{done['total'] - done['blocks']:,} could not be read and were left out", err=True)
+        hint(f"{done['total'] - done['blocks']:,} could not be read and were left out")
 
 
 @click.command(name="import")
@@ -221,6 +227,6 @@ def import_(common: Common, file: Path, as_json: bool) -> None:
     if as_json:
         show_json(done)
         return
-    click.echo(f"{done['blocks']:,} of {done['total']:,} blocks were taken in, {done['present']:,} were there already")
+    click.echo(f"took in {done['blocks']:,} of {counted(done['total'], 'block')}; {done['present']:,} there already")
     if done["declined"]:
-        click.echo(f"{done['declined']:,} found no room", err=True)
+        hint(f"{counted(done['declined'], 'block')} found no room")

@@ -199,7 +199,9 @@ class StoppedStore:
                 few = "\n".join(key.hex() for key in last[:5])
                 fail(f"{len(last)} blocks' keys begin with {what!r}; give more digits:\n{few}")
         if not last:
-            known = ", ".join(sorted({str(space.descriptor.get("model")) for space in self._tier.namespaces()})) or "none"
+            known = (
+                ", ".join(sorted({str(space.descriptor.get("model")) for space in self._tier.namespaces()})) or "none"
+            )
             fail(f"the store has no namespace and no block named {what!r}; known models: {known}", Exit.NOT_FOUND)
         return self._tier.chain(last[0])
 

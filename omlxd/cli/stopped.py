@@ -8,18 +8,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
-import click
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from omlxd.cli.context import Exit, fail
+from omlxd.cli.context import Exit, fail, hint
 from omlxd.cli.views import middle, plain_table
-from omlxd.config import Config
 from omlxd.filesystems import disk_bytes
 from omlxd.protocol import Message
 from omlxd.storage.sizes import format_size
 
 if TYPE_CHECKING:
+    from omlxd.config import Config
     from omlxd.storage.ssd_look import Look
 
 MODEL_WIDTH = 40
@@ -60,7 +59,7 @@ def the_store(config: Config, why: str) -> Iterator[Look]:
     path = Path(config.ssd.path).expanduser()
     try:
         with look_at(path) as look:
-            click.echo(f"{why}; this is the store as it lies on the disk", err=True)
+            hint(f"{why}; this is the store as it lies on the disk")
             yield look
     except FileNotFoundError as error:
         fail(f"{why}; and {error}", Exit.NO_DAEMON)

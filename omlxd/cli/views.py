@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from omlxd.counting import counted
 from omlxd.schema import ClientStats, NamespaceStats, RamStats, RateStats, RemoteStats, SsdStats, Stats
 from omlxd.storage.sizes import format_size
 
@@ -19,6 +20,10 @@ BAR = 16
 MODEL_WIDTH = 22
 MOST_ROWS = 12
 """Namespaces and clients that are shown; the rest is summed up in a line (`--all` shows them)."""
+WEAR_SECONDS = 3_600
+"""What was written in a shorter time says nothing about a day."""
+OWN = "omlxd "
+"""How the names of this program's own connections begin."""
 
 
 def duration(seconds: float) -> str:
@@ -65,20 +70,32 @@ def plain_table(*columns: str, right: Sequence[str] = ()) -> Table:
     return table
 
 
-def status(stats: Stats, *, service: str = "", everything: bool = False) -> RenderableType:
-    """`omlxd status`."""
+def columns_of(rows: Sequence[Sequence[str]]) -> str:
+    """Lines with aligned columns, as wide as they are: for what must not be broken."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def status(stats: Stats, *, service: str = "", everything: bool = False, asking: int | None = None) -> RenderableType:
+    """`omlxd status`; ``asking`` is the pid of the command itself, which is not one of the clients."""
     most = None if everything else MOST_ROWS
     parts: list[RenderableType] = [
         header(stats, service),
         "",
-        tiers(stats["ram"], stats["ssd"], stats.get("remote")),
+        tiers(stats["ram"], stats["ssd"], stats.get("remote"), uptime=stats["daemon"]["uptime"]),
         "",
         rates(stats["rates"]),
     ]
     if stats["namespaces"]:
         parts += ["", namespaces(stats["namespaces"], most)]
-    if stats["clients"]:
-        parts += ["", clients(stats["clients"], most)]
+    if held := stats.get("pins"):
+        parts += ["", pins(held, most)]
+    others = [row for row in stats["clients"] if not (row["pid"] == asking and row["name"].startswith(OWN))]
+    if others:
+        parts += ["", clients(others, most)]
+    if waiting := stats["daemon"]["needs_restart"]:
+        text = f"! changed in the file, and in effect after a restart: {', '.join(waiting)}"
+        parts += ["", Text(text, style="yellow")]
     if stats["warnings"]:
         parts += ["", *(Text(f"! {warning}", style="yellow") for warning in stats["warnings"])]
     return Group(*parts)
@@ -98,7 +115,7 @@ def header(stats: Stats, service: str = "") -> RenderableType:
     return Group(*lines)
 
 
-def tiers(ram: RamStats, ssd: SsdStats | None, remote: RemoteStats | None = None) -> RenderableType:
+def tiers(ram: RamStats, ssd: SsdStats | None, remote: RemoteStats | None = None, *, uptime: float) -> RenderableType:
     """All tiers: how full, and what is going on in them."""
     table = plain_table(
         "tier", "", "full", "used", "limit", "blocks", "policy", right=("full", "used", "limit", "blocks")
@@ -117,17 +134,19 @@ def tiers(ram: RamStats, ssd: SsdStats | None, remote: RemoteStats | None = None
             tier["policy"],
         )
     details = [
-        f"RAM: {format_size(ram['pinned_bytes'])} cannot leave now; {ram['leases']} leases hold "
-        f"{format_size(ram['leased_bytes'])}, {format_size(ram['reserved_bytes'])} being written"
+        f"RAM: {format_size(ram['pinned_bytes'])} in use or not yet written to the SSD, and cannot leave now",
+        f"RAM: {format_size(ram['leased_bytes'])} in {counted(ram['leases'], 'lease')}, "
+        f"{format_size(ram['reserved_bytes'])} being stored",
     ]
     if ssd is not None:
         details += [
-            f"SSD: {ssd['state']}, {ssd['mode']}, {ssd['codec']}; {format_size(ssd['dirty_bytes'])} dirty of "
-            f"{format_size(ssd['max_dirty'])}, {ssd['queue']} restores now",
+            f"SSD: {ssd['state']}, {ssd['mode']}, codec {ssd['codec']}; {format_size(ssd['dirty_bytes'])} dirty of "
+            f"{format_size(ssd['max_dirty'])}, {counted(ssd['queue'], 'restore')} now",
             f"SSD: {format_size(ssd['free'])} free on the volume, {format_size(ssd['min_free'])} of it are left alone",
-            f"SSD: {format_size(int(ssd['written_per_day']))} written a day{_life(ssd['life_years'])}",
-            f"SSD: {ssd['path']}",
         ]
+        if uptime >= WEAR_SECONDS:
+            details.append(f"SSD: {format_size(int(ssd['written_per_day']))} written a day{_life(ssd['life_years'])}")
+        details.append(f"SSD: {ssd['path']}")
     if remote is not None:
         details += remote_lines(remote)
     return Group(table, *(Text(line, style="dim", overflow="fold") for line in details))
@@ -137,8 +156,8 @@ def remote_lines(remote: RemoteStats) -> list[str]:
     """The tier that is shared with other machines."""
     sealed = "sealed" if remote["sealed"] else "not sealed"
     return [
-        f"remote: {remote['state']}, {remote['url']}, {sealed}; {remote['queue']} blocks wait to be sent, "
-        f"{remote['restoring']} restores now",
+        f"remote: {remote['state']}, {remote['url']}, {sealed}; {counted(remote['queue'], 'block')} to be sent, "
+        f"{counted(remote['restoring'], 'restore')} now",
         f"        {format_size(remote['sent_bytes'])} sent, {format_size(remote['fetched_bytes'])} fetched, "
         f"{format_size(int(remote['link_bytes_per_second']))}/s lately",
     ]
@@ -176,8 +195,9 @@ def hit_share(counts: Mapping[str, int]) -> str:
 
 
 def namespaces(rows: Sequence[NamespaceStats], most: int | None = None) -> RenderableType:
-    """One line a namespace, the biggest first."""
-    ordered = sorted(rows, key=lambda row: -(row["ram_bytes"] + row["ssd_bytes"]))
+    """One line a namespace, the biggest first; those that are empty and that nobody uses are only counted."""
+    used = [row for row in rows if most is None or row["ram_blocks"] or row["ssd_blocks"] or row.get("clients")]
+    ordered = sorted(used, key=lambda row: -(row["ram_bytes"] + row["ssd_bytes"]))
     shown = ordered[:most]
     table = plain_table("namespace", "model", "RAM", "", "SSD", "", "hits", right=("RAM", "SSD", "hits", ""))
     for row in shown:
@@ -190,7 +210,9 @@ def namespaces(rows: Sequence[NamespaceStats], most: int | None = None) -> Rende
             format_size(row["ssd_bytes"]),
             "retired" if row["retired"] else hit_share(row["counts"]),
         )
-    return Group(table, *_rest(len(ordered) - len(shown), "namespaces"))
+    idle = len(rows) - len(used)
+    empty = [Text(f"{counted(idle, 'namespace')} without blocks and clients (--all)", style="dim")] if idle else []
+    return Group(*([table] if shown else []), *_rest(len(ordered) - len(shown), "namespace"), *empty)
 
 
 def clients(rows: Sequence[ClientStats], most: int | None = None) -> RenderableType:
@@ -216,11 +238,31 @@ def clients(rows: Sequence[ClientStats], most: int | None = None) -> RenderableT
             format_size(row["leased_bytes"]),
             format_size(row["reserved_bytes"]),
         )
-    return Group(table, *_rest(len(ordered) - len(shown), "clients"))
+    return Group(table, *_rest(len(ordered) - len(shown), "client"))
 
 
 def _rest(count: int, what: str) -> list[Text]:
-    return [Text(f"and {count} more {what} (--all)", style="dim")] if count > 0 else []
+    return [Text(f"and {count} more {what if count == 1 else what + 's'} (--all)", style="dim")] if count > 0 else []
+
+
+def pins(rows: Sequence[Mapping[str, object]], most: int | None = None) -> RenderableType:
+    """One line a pin, the one that ends first on top."""
+    ordered = sorted(rows, key=lambda row: _seconds_left(row))
+    shown = ordered[:most]
+    table = plain_table("pinned up to", "blocks", "bytes", "ends in", right=("blocks", "bytes", "ends in"))
+    for row in shown:
+        key, blocks, size = row["key"], row["blocks"], row["bytes"]
+        assert isinstance(key, bytes)
+        assert isinstance(blocks, int)
+        assert isinstance(size, int)
+        table.add_row(key.hex()[:16], f"{blocks:,}", format_size(size), duration(_seconds_left(row)))
+    return Group(table, *_rest(len(ordered) - len(shown), "pin"))
+
+
+def _seconds_left(row: Mapping[str, object]) -> float:
+    left = row["seconds_left"]
+    assert isinstance(left, int | float)
+    return left
 
 
 def leases(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
@@ -272,32 +314,36 @@ def blocks(rows: Sequence[Mapping[str, Any]], models: Mapping[bytes, str]) -> Ta
 
 
 def where(row: Mapping[str, Any]) -> str:
-    """``RAM``, ``SSD``, ``RAM+SSD``, with ``dirty`` and how many read it."""
+    """``RAM``, ``SSD``, ``RAM+SSD``, with ``dirty``, ``pinned`` and how many leases read it."""
     place = "+".join(name for name, there in (("RAM", row.get("ram")), ("SSD", row.get("ssd"))) if there)
     marks = ["dirty"] if row.get("dirty") else []
-    readers = int(row.get("ref_cnt", 0))
-    if readers < 0:
+    if row.get("pins"):
+        marks.append("pinned")
+    if int(row.get("ref_cnt", 0)) < 0:
         marks.append("arriving")
-    elif readers > (1 if row.get("dirty") else 0):  # the writer of a dirty block is one of its readers
-        marks.append(f"{readers - (1 if row.get('dirty') else 0)} read")
+    elif engines := engines_reading(row):
+        marks.append(f"{engines} read")
     return " ".join([place, *marks])
 
 
-def block(row: Mapping[str, Any], model: str) -> Table:
-    """Everything about one block."""
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
+def engines_reading(row: Mapping[str, Any]) -> int:
+    """Leases of engines on a block: its readers but for the writer of a dirty one, and pins."""
+    return max(0, int(row.get("ref_cnt", 0)) - int(bool(row.get("dirty"))) - int(row.get("pins", 0)))
+
+
+def block(row: Mapping[str, Any], model: str) -> str:
+    """Everything about one block, each thing in a line that is not broken: keys are copied from here."""
     key = bytes(row["key"])
-    table.add_row("key", key.hex())
-    table.add_row("KV group", str(int.from_bytes(key[32:], "big")))
-    table.add_row("model", model or "not known")
-    table.add_row("namespace", bytes(row["namespace"]).hex())
-    table.add_row("position", f"{row['position']}" + ("  (head of its chain)" if row["parent"] is None else ""))
-    if row["parent"] is not None:
-        table.add_row("parent", bytes(row["parent"]).hex())
-    table.add_row("payload", f"{format_size(int(row['bytes']))} ({row['bytes']:,} bytes)")
-    table.add_row("where", where(row))
+    lines = [
+        ("key", key.hex()),
+        ("KV group", str(int.from_bytes(key[32:], "big"))),
+        ("model", model or "not known"),
+        ("namespace", bytes(row["namespace"]).hex()),
+        ("position", f"{row['position']}" + ("  (head of its chain)" if row["parent"] is None else "")),
+        *([("parent", bytes(row["parent"]).hex())] if row["parent"] is not None else []),
+        ("payload", f"{format_size(int(row['bytes']))} ({row['bytes']:,} bytes)"),
+        ("where", where(row)),
+    ]
     for name, title in (
         ("stored_bytes", "bytes on SSD"),
         ("codec", "codec"),
@@ -305,8 +351,8 @@ def block(row: Mapping[str, Any], model: str) -> Table:
         ("chunk_id", "slot"),
     ):
         if row.get(name) is not None:
-            table.add_row(title, f"{row[name]:,}" if name == "stored_bytes" else str(row[name]))
-    return table
+            lines.append((title, f"{row[name]:,}" if name == "stored_bytes" else str(row[name])))
+    return columns_of(lines)
 
 
 def findings(found: Sequence[Finding]) -> Table:

@@ -159,7 +159,7 @@ def test_prefetch_brings_a_chain_from_the_ssd(daemon: ConfiguredDaemon) -> None:
         fill(cache, model="org/one", blocks=6)
         cache.call("clear", tier="ram", timeout=60)
         assert stats_of(cache)["ram"]["blocks"] == 0
-        assert "6 blocks are on their way" in done(daemon, f"prefetch {first_key(daemon, position=5)[:16]}")
+        assert "6 blocks on the way" in done(daemon, f"prefetch {first_key(daemon, position=5)[:16]}")
         wait_for(lambda: stats_of(cache)["ram"]["blocks"] == 6)
 
 
@@ -171,7 +171,7 @@ def test_pin_holds_a_chain_until_it_is_unpinned(daemon: ConfiguredDaemon) -> Non
         (pin,) = answer(daemon, "status")["pins"]
         assert (pin["blocks"], pin["bytes"]) == (4, 4 << 20)
         assert stats_of(cache)["ram"]["pinned_bytes"] >= 4 << 20
-        assert "ended 1 pins" in done(daemon, f"unpin {first_key(daemon)[:16]}")
+        assert "ended 1 pin" in done(daemon, f"unpin {first_key(daemon)[:16]}")
         assert run(daemon, f"unpin {last}").exit_code == Exit.NOT_FOUND
         assert run(daemon, "unpin").exit_code == Exit.USAGE
 
@@ -193,7 +193,7 @@ def test_rm_asks_and_removes(daemon: ConfiguredDaemon) -> None:
         key = first_key(daemon, position=2)[:16]
         assert run(daemon, f"rm {key}", text="n\n").exit_code == Exit.FAILED
         assert answer(daemon, "ls")["matching"] == 3
-        assert "removed 1 blocks" in done(daemon, f"rm {key}", text="y\n")
+        assert "removed 1 block\n" in done(daemon, f"rm {key}", text="y\n")
         assert answer(daemon, "ls")["matching"] == 2
 
 

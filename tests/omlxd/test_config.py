@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from omlxd.config import GIB, ConfigError, auto_ram, auto_ssd, example, known_keys, load_config
+from omlxd.config import GIB, auto_ram, auto_ssd, example, known_keys, load_config
+from omlxd.config_problems import ConfigError
 
 
 def write(tmp_path: Path, text: str) -> Path:
