@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -68,7 +70,9 @@ def test_inspecting_command_prints_json_and_a_table_of_80_columns_without_colour
     shown = run(shared, command).stdout
     assert shown
     assert "\x1b" not in shown
-    assert max(map(len, shown.splitlines())) <= 80
+    assert max([len(line) for line in shown.splitlines() if "/" not in line], default=0) <= 80, (
+        "only paths may be longer"
+    )
 
 
 @pytest.mark.parametrize("command", sorted(MODULES))
@@ -125,7 +129,7 @@ def test_show_tells_everything_of_one_block(shared: ConfiguredDaemon) -> None:
     row = answer(shared, f"show {key[:16]}")
     assert (row["key"], row["position"], row["model"], row["bytes"]) == (key, 1, "org/one", 1 << 20)
     assert row["parent"] == first_key(shared)
-    assert key[:40] in done(shared, f"show {key[:16]}")
+    assert f"key           {key}\n" in done(shared, f"show {key[:16]}"), "in one line, to be copied"
 
 
 def test_key_that_is_not_there_ends_with_4_and_an_ambiguous_one_with_1(shared: ConfiguredDaemon) -> None:
@@ -138,6 +142,13 @@ def test_key_that_is_not_there_ends_with_4_and_an_ambiguous_one_with_1(shared: C
     if several is not None:
         assert several.exit_code == Exit.FAILED
         assert "give more digits" in several.stderr
+
+
+@pytest.mark.parametrize("command", ["show nope", "rm --yes nope", "pin nope", "prefetch nope", "get nope"])
+def test_what_can_be_no_key_is_wrong_usage(shared: ConfiguredDaemon, command: str) -> None:
+    result = run(shared, command)
+    assert result.exit_code == Exit.USAGE
+    assert "hexadecimal digits are needed" in result.stderr
 
 
 def test_namespace_that_is_not_there_names_those_that_are(shared: ConfiguredDaemon) -> None:
@@ -160,7 +171,9 @@ def test_prefetch_brings_a_chain_from_the_ssd(daemon: ConfiguredDaemon) -> None:
         cache.call("clear", tier="ram", timeout=60)
         assert stats_of(cache)["ram"]["blocks"] == 0
         assert "6 blocks on the way" in done(daemon, f"prefetch {first_key(daemon, position=5)[:16]}")
-        wait_for(lambda: stats_of(cache)["ram"]["blocks"] == 6)
+        wait_for(lambda: all(row.get("ref_cnt", -1) >= 0 for row in answer(daemon, "ls")["blocks"]))
+        again = done(daemon, f"prefetch {first_key(daemon, position=5)[:16]}")
+        assert again == "all of it is in RAM already (6 blocks)\n"
 
 
 def test_pin_holds_a_chain_until_it_is_unpinned(daemon: ConfiguredDaemon) -> None:
@@ -171,6 +184,11 @@ def test_pin_holds_a_chain_until_it_is_unpinned(daemon: ConfiguredDaemon) -> Non
         (pin,) = answer(daemon, "status")["pins"]
         assert (pin["blocks"], pin["bytes"]) == (4, 4 << 20)
         assert stats_of(cache)["ram"]["pinned_bytes"] >= 4 << 20
+        assert last in done(daemon, "status")
+        assert "RAM dirty pinned\n" in done(daemon, f"show {last}") or "RAM+SSD pinned\n" in done(
+            daemon, f"show {last}"
+        )
+        assert answer(daemon, "ls --leased")["matching"] == 0, "no engine holds what is pinned"
         assert "ended 1 pin" in done(daemon, f"unpin {first_key(daemon)[:16]}")
         assert run(daemon, f"unpin {last}").exit_code == Exit.NOT_FOUND
         assert run(daemon, "unpin").exit_code == Exit.USAGE
@@ -206,6 +224,111 @@ def test_clear_takes_one_model_and_leaves_the_other(daemon: ConfiguredDaemon) ->
             daemon, "clear --namespace org/one --yes"
         )
         assert {row["model"] for row in answer(daemon, "ls")["blocks"]} == {"org/two"}
+
+
+def two_groups(daemon: ConfiguredDaemon) -> None:
+    """A model in two namespaces of three blocks each, as one with two KV groups has them, and a third that is empty."""
+    with daemon.connect() as cache:
+        for fingerprint in ("one", "two"):
+            space = cache.namespace(model="org/groups", fingerprint=fingerprint, block_tokens=16)
+            space.store(list(range(48)), [bytes(4096)] * 3)
+        cache.namespace(model="org/groups", fingerprint="none", block_tokens=16)
+        fill(cache, model="org/other", blocks=1)
+
+
+def test_model_names_all_of_its_namespaces(daemon: ConfiguredDaemon, tmp_path: Path) -> None:
+    two_groups(daemon)
+    assert answer(daemon, "ls --namespace org/groups")["matching"] == 6
+    made = answer(daemon, f"export org/groups {tmp_path / 'archive'}")
+    assert (made["blocks"], made["total"]) == (6, 6)
+    assert answer(daemon, "clear --namespace org/groups --yes")["ssd_blocks"] == 6
+    assert {row["model"] for row in answer(daemon, "ls")["blocks"]} == {"org/other"}
+    assert answer(daemon, f"import {tmp_path / 'archive'}")["blocks"] == 6
+    assert answer(daemon, "ls --namespace org/groups")["matching"] == 6
+
+
+def test_digits_of_one_namespace_name_only_that(daemon: ConfiguredDaemon) -> None:
+    two_groups(daemon)
+    first = next(r for r in answer(daemon, "status")["namespaces"] if r["model"] == "org/groups" and r["ram_blocks"])
+    assert answer(daemon, f"ls --namespace {first['id'][:16]}")["matching"] == 3
+
+
+def test_status_only_counts_namespaces_that_are_empty_and_that_nobody_uses(daemon: ConfiguredDaemon) -> None:
+    two_groups(daemon)
+    wait_for(lambda: all(not row["clients"] for row in answer(daemon, "status")["namespaces"]))
+    assert "1 namespace without blocks and clients (--all)" in done(daemon, "status")
+    assert done(daemon, "status --all").count("org/groups") == 3
+
+
+def test_put_goes_into_a_namespace_that_is_there(daemon: ConfiguredDaemon, tmp_path: Path) -> None:
+    two_groups(daemon)
+    (tmp_path / "payload").write_bytes(b"x" * 5000)
+    put = f"put --hash {'ab' * 32} {tmp_path / 'payload'}"
+    space = next(row for row in answer(daemon, "status")["namespaces"] if row["model"] == "org/other")
+    assert answer(daemon, f"{put} --namespace {space['id'][:12]}")["stored"]
+    assert answer(daemon, f"show {'ab' * 32}")["namespace"] == space["id"]
+    assert run(daemon, f"{put} --namespace org/groups").exit_code == Exit.FAILED
+    assert run(daemon, f"{put} --namespace org/nobody").exit_code == Exit.NOT_FOUND
+    assert run(daemon, put).exit_code == Exit.USAGE
+    assert run(daemon, f"{put} --namespace org/other --model org/other").exit_code == Exit.USAGE
+
+
+@pytest.mark.parametrize("command", ["events", "top", "status --watch 0.2"])
+def test_ctrl_c_ends_what_runs_until_then_with_130_and_no_words(daemon: ConfiguredDaemon, command: str) -> None:
+    started = [sys.executable, "-m", "omlxd", *command.split()]
+    with subprocess.Popen(
+        started, env=daemon.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as follower:
+        wait_for(lambda: any(row["pid"] == follower.pid for row in answer(daemon, "status")["clients"]))
+        follower.send_signal(signal.SIGINT)
+        _, told = follower.communicate(timeout=60)
+    assert (follower.returncode, told) == (Exit.INTERRUPTED, "")
+
+
+def test_status_names_settings_that_wait_for_a_restart(daemon: ConfiguredDaemon) -> None:
+    daemon.set("ram.segment", '"2GiB"')
+    wait_for(lambda: "in effect after a restart: ram.segment" in done(daemon, "status"))
+    findings = answer(daemon, "doctor")["findings"]
+    assert any("after a restart: ram.segment" in one["found"] for one in findings)
+
+
+def test_one_problem_of_the_configuration_is_told_once(daemon: ConfiguredDaemon) -> None:
+    daemon.file.write_text('[ram]\nsise = "1GiB"\n')
+    reload = run(daemon, "config reload")
+    assert reload.exit_code == Exit.CONFIG
+    assert (reload.stdout + reload.stderr).count("ram.sise") == 1
+    assert run(daemon, "status").stderr == ""
+    told = [one for one in json.loads(run(daemon, "doctor --json").stdout)["findings"] if "ram.sise" in one["found"]]
+    assert [one["remedy"] for one in told] == [f"correct it in {daemon.file}"]
+
+
+def test_file_that_was_named_and_is_not_there_ends_with_78(shared: ConfiguredDaemon, tmp_path: Path) -> None:
+    for command in ("status", "serve", "config check", "doctor"):
+        result = run(shared, f"--config {tmp_path / 'none.toml'} {command}")
+        assert result.exit_code == Exit.CONFIG
+        assert "there is no such file" in result.stderr
+
+
+def test_doctor_leaves_shared_folders_alone(shared: ConfiguredDaemon, tmp_path: Path) -> None:
+    shared_folder = tmp_path / "everybody's"
+    shared_folder.mkdir()
+    shared_folder.chmod(0o1777)
+    env = {"OMLXD_CONFIG": str(shared.file), "OMLXD_SOCKET": str(shared_folder / "s")}
+    result = CliRunner().invoke(main, ["doctor", "--json"], env=env)
+    (socket,) = (one for one in json.loads(result.stdout)["findings"] if one["check"] == "socket")
+    assert socket["verdict"] == "note"
+    assert "chmod" not in socket["remedy"]
+
+
+def test_log_tells_of_clients_in_plain_words_and_of_commands_only_on_debug(daemon: ConfiguredDaemon) -> None:
+    with daemon.connect() as cache:
+        cache.call("stats")
+        done(daemon, "status")
+    wait_for(lambda: re.search(r"\(test, pid \d+\) has gone", daemon.log.read_text()))
+    log = daemon.log.read_text()
+    assert re.search(r"client \d+ \(test, pid \d+\) has gone: closed by the peer", log)
+    assert "omlxd command" not in log
+    assert re.search(r"RAM 64.0 MiB, SSD 256.0 MiB at .*store \(0 blocks", log)
 
 
 def test_clear_of_ram_keeps_what_is_on_the_ssd(daemon: ConfiguredDaemon) -> None:
@@ -362,6 +485,28 @@ def test_config_show_names_origins(shared: ConfiguredDaemon) -> None:
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_script_is_for_the_shell(shared: ConfiguredDaemon, shell: str) -> None:
     assert "_OMLXD_COMPLETE" in done(shared, f"completion {shell}")
+
+
+def test_install_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    if sys.platform != "linux":
+        pytest.skip("systemd's units are Linux's; the LaunchAgent is tested in test_service.py")
+    fake = tmp_path / "bin" / "systemctl"
+    fake.parent.mkdir()
+    fake.write_text("#!/bin/sh\necho 'Failed to connect to bus' >&2; exit 1\n")
+    fake.chmod(0o755)
+    environment = {
+        "PATH": f"{fake.parent}:{os.environ['PATH']}",
+        "HOME": str(tmp_path),
+        "XDG_CONFIG_HOME": str(tmp_path / "config"),
+        "XDG_RUNTIME_DIR": str(tmp_path / "run"),
+        "PYTHONPATH": str(CHECKOUT),
+    }
+    command = [sys.executable, "-m", "omlxd", "install"]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == Exit.FAILED
+    assert "Failed to connect to bus" in ended.stderr
+    assert "nothing of it is left" in ended.stderr
+    assert not [file for file in (tmp_path / "config").rglob("*") if file.is_file()]
 
 
 def test_install_writes_units_that_start_this_installation(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -192,6 +193,18 @@ def test_refusal_of_the_service_manager_is_passed_on(tmp_path: Path) -> None:
     run = Commands({"daemon-reload": (1, "Failed to connect to bus: No medium found")})
     with pytest.raises(ServiceError, match="systemctl --user daemon-reload: Failed to connect to bus"):
         Systemd(tmp_path, run).install(service(tmp_path), start=False)
+
+
+def test_failed_install_leaves_the_units_as_they_were(tmp_path: Path) -> None:
+    units = Systemd(tmp_path, Commands({"enable": (1, "no")}))
+    with pytest.raises(ServiceError):
+        units.install(service(tmp_path), start=False)
+    assert not any(file.exists() for file in units.files)
+    Systemd(tmp_path, Commands()).install(service(tmp_path), start=False)
+    before = [file.read_text() for file in units.files]
+    with pytest.raises(ServiceError):
+        units.install(replace(service(tmp_path), max_dirty=1 << 40), start=False)
+    assert [file.read_text() for file in units.files] == before
 
 
 def _why_no_systemd() -> str:
