@@ -334,6 +334,19 @@ class Environment:
         self.check()
         return self._env.begin(write=True, buffers=True)
 
+    def commit(self, txn: lmdb.Transaction[memoryview]) -> None:
+        """Commit what ``begin_write`` began, and keep the file as long as its meta page says.
+
+        LMDB writes no page that a transaction took at the end of the file and gave back: the file ends before it then, and
+        would look as if somebody had cut it. One that got shorter meanwhile was cut, and is left for ``check`` to find.
+        """
+        before = os.fstat(self.descriptor).st_size
+        txn.commit()
+        with suppress(BadFile, OSError):  # it is committed; what is wrong with the file is found by check
+            needed = read_header(self.descriptor).needed_bytes
+            if before <= os.fstat(self.descriptor).st_size < needed:
+                os.ftruncate(self.descriptor, needed)
+
 
 _TORN = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PageFullError, lmdb.CursorFullError, lmdb.InvalidError)
 

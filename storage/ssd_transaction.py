@@ -35,7 +35,7 @@ class WriteTransaction:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is None:
-            self.txn.commit()
+            self._environment.commit(self.txn)
         else:
             self.txn.abort()
 

@@ -333,3 +333,20 @@ def test_a_closed_environment_answers_readers_with_trouble(environment: Environm
         locate(environment, key_of("a", 0))
     with pytest.raises(DiskTrouble):
         read(environment, located)
+
+
+@pytest.mark.parametrize("size", [5000, 100_000])
+def test_removing_everything_at_once_does_not_make_the_file_look_cut(tmp_path: Path, size: int) -> None:
+    """The pages that the transaction took at the file's end and gave back were never written."""
+    environment = Environment(tmp_path, map_bytes=SMALL_STORE)
+    keys = [key_of(number, number) for number in range(8)]
+    put(environment, *((key, size) for key in keys))
+    with WriteTransaction(environment) as txn:
+        for key in keys:
+            txn.delete_block(key)
+    environment.check()
+    put(environment, (keys[0], size))
+    environment.close()
+    again = Environment(tmp_path, map_bytes=SMALL_STORE)
+    assert read(again, locate(again, keys[0])) == payload_of(keys[0], size)
+    again.close()
