@@ -178,8 +178,12 @@ class Server:
 
     def _segment_changed(self, segment: Segment, added: bool) -> None:
         if not added:
-            for session in self.sessions.values():
-                session.segment_dropped(segment.id)
+            # Telling a client can end its session, and that gives back what it held: not in the middle of making room.
+            asyncio.get_running_loop().call_soon(self._tell_dropped, segment.id)
+
+    def _tell_dropped(self, segment: int) -> None:
+        for session in list(self.sessions.values()):
+            session.segment_dropped(segment)
 
     def session_closed(self, session: Session, reason: str) -> None:
         """Release all that a client held."""
