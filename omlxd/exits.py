@@ -79,12 +79,16 @@ class ProcessWatch:
         giving_up = loop.call_later(timeout, stop)
         loop.add_reader(fd, ended)
 
+    def __del__(self) -> None:
+        self.close()
+
     def close(self) -> None:
         """Let go of the handle; what is known by then stays known."""
+        queued = self._queue is not None
         if self._queue is not None:
             self._queue.close()
             self._queue = None
-        elif self._fd >= 0:
+        fd, self._fd = self._fd, -1
+        if fd >= 0 and not queued:
             with contextlib.suppress(OSError):
-                os.close(self._fd)
-        self._fd = -1
+                os.close(fd)

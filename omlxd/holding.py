@@ -153,3 +153,5 @@ class Holding:
                 self._let_go()
             if not held:
                 self.segments.close()
+                if self._daemon is not None:
+                    self._daemon.close()

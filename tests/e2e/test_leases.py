@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -278,3 +279,15 @@ def test_a_dropped_lease_ends_without_the_garbage_collector(daemon: DaemonProces
             assert cache.stats()["ram"]["leases"] == 0
         finally:
             gc.enable()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="descriptors are counted in /proc")
+def test_a_client_that_is_closed_leaves_no_descriptor(daemon: DaemonProcess) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for number in range(5):
+        with omlxd.connect(daemon.socket) as cache:
+            space = cache.namespace(model="descriptors", fingerprint="f", block_tokens=64)
+            space.store_keys(chain(number, 2), [b"x" * 1000] * 2)
+            with space.load_keys(chain(number, 2)) as lease:
+                assert len(lease.wait()) == 2
+    assert len(os.listdir("/proc/self/fd")) == before
