@@ -8,7 +8,7 @@ end. One thread at a time calls it.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from inspect import signature
+from inspect import Parameter, signature
 
 from omlxd.policy.base import CachePolicy, ChunkStatus, RequestContext, Victims
 from omlxd.policy.registry import get_policy
@@ -402,10 +402,9 @@ class ChunkManager:
         """
         function = getattr(insert, "__func__", insert)
         if function is not self._insert_function:
-            parameters = signature(insert).parameters
-            kinds = [parameter.kind for parameter in parameters.values()]
-            positional = sum(kind in (1, 0) for kind in kinds)
-            self._insert_takes_context = positional >= 3 or any(kind == 2 for kind in kinds)
+            kinds = [parameter.kind for parameter in signature(insert).parameters.values()]
+            named = kinds.count(Parameter.POSITIONAL_ONLY) + kinds.count(Parameter.POSITIONAL_OR_KEYWORD)
+            self._insert_takes_context = named >= 3 or Parameter.VAR_POSITIONAL in kinds
             self._insert_function = function
         return self._insert_takes_context
 

@@ -155,10 +155,11 @@ class TestLoad:
         manager, policy = recording(4)
         stored(manager, 0)
         policy.take()
-        assert manager.pin(K[0]).ref_cnt == 1
-        assert manager.pin(K[0]).ref_cnt == 2
+        assert (manager.pin(K[0]).ref_cnt, manager.num_evictable) == (1, 0)
+        assert (manager.pin(K[0]).ref_cnt, manager.num_evictable) == (2, 0)
         manager.unpin(K[0])
         manager.unpin(K[0])
+        assert manager.num_evictable == 1
         assert policy.take() == [("busy", 0), ("evictable", 0)]
         with pytest.raises(ChunkError):
             manager.unpin(K[0])
@@ -248,6 +249,7 @@ class TestStore:
         manager.prepare_load([K[1]])
         manager.take_events()
         assert manager.discard([K[0], K[0], K[1], K[2], K[3]]) == [K[0]]
+        assert manager.lookup_many(K[:3]) == [Lookup.MISS, Lookup.HIT, Lookup.PENDING]
         assert manager.take_events() == [ChunkEvent([K[0]], True)]
         assert (manager.num_evictable, manager.num_free, manager.counters.evicted) == (0, 2, 0)
         assert manager.policy.state()["b1"] == []
@@ -415,6 +417,9 @@ class TestReset:
         stored(manager, 0, 1)
         manager.prepare_load([K[0]])
         manager.prepare_store([K[2]])
+        manager.complete_store([K[2]], success=False)
+        manager.discard([K[1]])
+        manager.prepare_store([K[2]])
         assert manager.prepare_store(K[4:9]) is None
         manager.reset()
         assert manager.lookup_many(K[:3]) == [Lookup.MISS] * 3
@@ -470,9 +475,15 @@ class TestPolicies:
         manager.policy.insert = two_arguments  # type: ignore[method-assign]
         stored(manager, 1, ctx=ctx)
         assert inserted == [K[1]]
-        manager.policy.insert = lambda *arguments: original(*arguments)  # type: ignore[method-assign]
+        given = []
+
+        def any_number(*arguments: object) -> None:
+            given.append(arguments[2:])
+            original(*arguments)  # type: ignore[arg-type]
+
+        manager.policy.insert = any_number  # type: ignore[method-assign]
         stored(manager, 2, ctx=ctx)
-        assert manager.lookup(K[2]) is Lookup.HIT
+        assert given == [(ctx,)]
 
     def test_switching_keeps_contents_order_and_transfers(self) -> None:
         manager = ChunkManager(4, "lru")

@@ -124,8 +124,8 @@ class Model:
 class ManagerMachine(CountingMachine):
     policy = "lru"
 
-    @initialize(capacity=st.integers(0, 6), threshold=THRESHOLDS)
-    def start(self, capacity: int, threshold: int) -> None:
+    @initialize(capacity=st.integers(0, 7), threshold=THRESHOLDS, keys=st.lists(KEYS, unique=True))
+    def start(self, capacity: int, threshold: int, keys: list[bytes]) -> None:
         self.manager = ChunkManager(
             capacity, self.policy, enable_events=True, store_threshold=threshold, max_tracker_size=TRACKER
         )
@@ -133,6 +133,14 @@ class ManagerMachine(CountingMachine):
         self.contexts = [RequestContext(str(number)) for number in range(3)]
         self.readable: set[bytes] = set()  # as the events say
         self.stores = 0
+        self.store_all(keys, 0)
+
+    @rule(keys=SOME_KEYS, request=REQUEST)
+    def store_all(self, keys: list[bytes], request: int) -> None:
+        """Until they are admitted, and to the end."""
+        for _ in range(max(1, self.model.threshold)):
+            self.prepare_store(keys, request)
+        self.complete_store(keys, request, True)
 
     @rule(keys=SOME_KEYS, request=REQUEST)
     def prepare_store(self, keys: list[bytes], request: int) -> None:
@@ -220,7 +228,7 @@ class ManagerMachine(CountingMachine):
         self.manager.on_request_finished(self.contexts[request])
         self.contexts[request] = RequestContext(str(request))
 
-    @precondition(lambda self: self.stores > 4)
+    @precondition(lambda self: self.stores > 12)
     @rule()
     def reset(self) -> None:
         self.manager.reset()

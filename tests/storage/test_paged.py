@@ -53,7 +53,9 @@ class TestPool:
         assert manager._current_allocated_count == 266
         manager.get_new_blocks(manager.free_blocks + 5)
         assert manager._current_allocated_count == 266 + 5 + 128
-        manager.get_new_blocks(manager.free_blocks + 600)
+        manager.get_new_blocks(manager.free_blocks + 1)
+        assert manager._current_allocated_count == 399 + 1 + 128
+        manager.get_new_blocks(manager.free_blocks + 400)
         assert manager._current_allocated_count == 1000
         check_invariants(manager)
 
@@ -63,6 +65,11 @@ class TestPool:
             manager.get_new_blocks(20)
         assert (manager.free_blocks, manager._current_allocated_count) == (4, 5)
         assert len(manager.get_new_blocks(19)) == 19
+        check_invariants(manager)
+
+    def test_a_pool_of_the_null_block_alone_has_nothing_to_give(self) -> None:
+        manager = manager_of(max_blocks=1)
+        assert (manager.allocate_block(), manager.usage, manager.size) == (None, 0.0, 0)
         check_invariants(manager)
 
     @pytest.mark.parametrize("name", ["block_size", "max_blocks", "initial_blocks"])
@@ -287,6 +294,7 @@ class TestPrefixes:
         assert manager.get_computed_blocks(TOKENS[:8]) == ([], 0)
         assert manager.find_cached_block(TOKENS[:4]) is None
         assert (manager.stats.hits, manager.stats.misses) == (0, 0)
+        assert len(manager.cached_block_hash_to_block) == 0
         check_invariants(manager)
 
     def test_another_models_blocks_are_not_found(self) -> None:

@@ -151,8 +151,9 @@ def names_of(prompt: list[int]) -> list[bytes]:
 
 
 class PagedMachine(CountingMachine):
-    @initialize(initial=st.integers(1, 6), limit=st.integers(2, 9))
-    def start(self, initial: int, limit: int) -> None:
+    @initialize(initial=st.integers(1, 4), more=st.integers(0, 5))
+    def start(self, initial: int, more: int) -> None:
+        limit = initial + more
         self.manager = PagedCacheManager(SIZE, limit, model_name="m", initial_blocks=initial)
         self.model = Model(min(initial, limit), limit)
         self.cold = Cold()
