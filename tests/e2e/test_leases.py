@@ -283,6 +283,7 @@ def test_a_dropped_lease_ends_without_the_garbage_collector(daemon: DaemonProces
 
 @pytest.mark.skipif(sys.platform != "linux", reason="descriptors are counted in /proc")
 def test_a_client_that_is_closed_leaves_no_descriptor(daemon: DaemonProcess) -> None:
+    gc.collect()  # what other tests have dropped
     before = len(os.listdir("/proc/self/fd"))
     for number in range(5):
         with omlxd.connect(daemon.socket) as cache:
@@ -290,4 +291,4 @@ def test_a_client_that_is_closed_leaves_no_descriptor(daemon: DaemonProcess) -> 
             space.store_keys(chain(number, 2), [b"x" * 1000] * 2)
             with space.load_keys(chain(number, 2)) as lease:
                 assert len(lease.wait()) == 2
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
