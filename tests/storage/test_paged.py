@@ -77,6 +77,12 @@ class TestPool:
         with pytest.raises(ValueError, match=f"{name} is 0"):
             PagedCacheManager(**{"model_name": "m", name: 0})
 
+    def test_without_sizes_it_has_256_of_1000_blocks_of_64_tokens(self) -> None:
+        manager = PagedCacheManager(model_name="m")
+        sizes = (manager.block_size, manager._current_allocated_count, manager.max_blocks, manager.free_blocks)
+        assert sizes == (64, 256, 1000, 255)
+        assert manager.stats.total_blocks == 256
+
     def test_without_a_model_name_there_is_a_warning(self, caplog: pytest.LogCaptureFixture) -> None:
         with caplog.at_level(logging.WARNING):
             manager_of()
@@ -322,7 +328,7 @@ class TestTables:
         assert (table.num_tokens, manager.stats.total_tokens_cached) == (12, 12)
         assert manager.delete_block_table("r") is True
         assert manager.delete_block_table("r") is False
-        assert (manager.size, manager.stats.total_tokens_cached, len(table)) == (0, 0, 0)
+        assert (manager.size, manager.stats.total_tokens_cached, len(table), table.num_tokens) == (0, 0, 0, 0)
         check_invariants(manager)
 
     def test_a_request_that_ends_leaves_its_blocks_findable_and_its_tail_goes_first(self) -> None:
@@ -382,6 +388,17 @@ class TestTables:
         assert ids(manager.get_computed_blocks(TOKENS[:8])[0]) == table.block_ids
         assert manager.get_blocks_for_generation(fork) == (blocks, False)
         assert manager.get_blocks_for_generation(table)[1] is False
+        check_invariants(manager)
+
+    def test_the_copy_of_a_block_without_bytes_has_none_either(self) -> None:
+        manager = manager_of()
+        table = manager.create_block_table("r")
+        for block in filled(manager, TOKENS[:8]):
+            manager.add_block_to_table(table, block, 4)
+        manager.mark_block_cold(table.block_ids[1])
+        fork = manager.fork_block_table(table, "f")
+        manager.get_blocks_for_generation(fork)
+        assert ids(manager.get_cold_blocks()) == [table.block_ids[1], fork.block_ids[1]]
         check_invariants(manager)
 
     def test_copying_without_room_changes_nothing(self) -> None:
@@ -492,9 +509,8 @@ class TestWhole:
         assert manager.fetch(b"h" * 32) == (block, True)
         assert manager.fetch(block.block_id) == (block, True)
         assert manager.fetch(b"g" * 32) == (None, False)
-        assert manager.fetch(0) == (None, False)
-        assert manager.fetch(5) == (None, False)
-        assert (manager.stats.hits, manager.stats.misses) == (2, 3)
+        assert [manager.fetch(key) for key in (0, 5, -1, 99)] == [(None, False)] * 4
+        assert (manager.stats.hits, manager.stats.misses) == (2, 5)
         assert manager.evict(b"h" * 32) is False
         manager.release_for_eviction([block.block_id])
         assert manager.evict(b"h" * 32) is True
