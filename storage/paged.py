@@ -154,9 +154,7 @@ class PagedCacheManager(PrefixIndex, CacheManager):
         """
         with self._lock:
             if isinstance(key, int):
-                block = self._block(key)
-                if block is not None and (block.is_null or (block.ref_count == 0 and block.block_hash is None)):
-                    block = None
+                block = self._with_content(key)
             else:
                 block = self.cached_block_hash_to_block.get_block(key)
             return self._count(block), block is not None

@@ -105,8 +105,8 @@ class BlockPool:
         content.
         """
         with self._lock:
-            block = self._block(block_id)
-            if block is None or block.is_null or (block.ref_count == 0 and block.block_hash is None):
+            block = self._with_content(block_id)
+            if block is None:
                 return False
             self._refer(block)
             return True
@@ -152,6 +152,13 @@ class BlockPool:
 
     def _block(self, block_id: int) -> CacheBlock | None:
         return self.blocks[block_id] if 0 <= block_id < len(self.blocks) else None
+
+    def _with_content(self, block_id: int) -> CacheBlock | None:
+        """The block, if it is in use or can be found, and is not the null block."""
+        block = self._block(block_id)
+        if block is None or block.is_null or (block.ref_count == 0 and block.block_hash is None):
+            return None
+        return block
 
     def _in_use(self, block_id: int) -> CacheBlock | None:
         block = self.allocated_blocks.get(block_id)
@@ -241,8 +248,8 @@ class BlockPool:
         other block.
         """
         with self._lock:
-            block = self._block(block_id)
-            if block is None or block.is_null or (block.ref_count == 0 and block.block_hash is None):
+            block = self._with_content(block_id)
+            if block is None:
                 return False
             self._cold[block_id] = block
             return True
