@@ -153,10 +153,8 @@ class PagedCacheManager(PrefixIndex, CacheManager):
         False)`; counted.
         """
         with self._lock:
-            if isinstance(key, int):
-                block = self._with_content(key)
-            else:
-                block = self.cached_block_hash_to_block.get_block(key)
+            by_hash = self.cached_block_hash_to_block.get_block
+            block = self._with_content(key) if isinstance(key, int) else by_hash(key)
             return self._count(block), block is not None
 
     def store(self, key: bytes, value: object) -> bool:
