@@ -291,4 +291,6 @@ def test_a_client_that_is_closed_leaves_no_descriptor(daemon: DaemonProcess) -> 
             space.store_keys(chain(number, 2), [b"x" * 1000] * 2)
             with space.load_keys(chain(number, 2)) as lease:
                 assert len(lease.wait()) == 2
-    assert len(os.listdir("/proc/self/fd")) <= before
+    deadline = time.monotonic() + 20
+    while len(os.listdir("/proc/self/fd")) > before:  # a thread that makes memory present may be at its last step
+        assert time.monotonic() < deadline
