@@ -15,11 +15,13 @@ from math import inf
 from omlxd.policy.base import CachePolicy, ChunkStatus, RequestContext, Victims, arrange, order_request_keys, state_keys
 from omlxd.policy.prefix_groups import STRETCH, Group, Node, Path, path_features
 from omlxd.policy.prefix_history import History
-from omlxd.policy.prefix_model import chance_of_use
+from omlxd.policy.prefix_model import gain_over_rent
 from omlxd.policy.prefix_state import PrefixState
 
-LEAST_CHANCE = 0.05
-"""Chance of a use below which a block is not worth a write to the SSD."""
+WORTH_A_WRITE = 0.25
+"""Uses that a block must promise beyond the rent of its room to be worth a write to the SSD."""
+AGAIN_COUNTS = 2.0
+"""What a use of a block counts there that has been used again before: more uses follow it than a first one."""
 
 
 class PrefixCachePolicy(CachePolicy):
@@ -30,6 +32,7 @@ class PrefixCachePolicy(CachePolicy):
         self._history = History(cache_capacity)
         self._missed: Sequence[bytes] = ()
         self._declined = False
+        self._rent = 0.0
 
     @property
     def declined(self) -> bool:
@@ -131,6 +134,7 @@ class PrefixCachePolicy(CachePolicy):
         self._history = History(self.cache_capacity)
         self._missed = ()
         self._declined = False
+        self._rent = 0.0
 
     def mark_evictable(self, key: bytes) -> None:
         """Let the chunk's group be evicted, where it waited for this chunk."""
@@ -190,6 +194,7 @@ class PrefixCachePolicy(CachePolicy):
             chunk = node.chunk
             history.depart(node)
             victims.append((node, chunk))
+            self._rent = worth
             sated = len(victims) == n or (enough is not None and enough(node.key, chunk))
         for group in reversed(passed):
             queue.add(group, first=True)
@@ -243,12 +248,17 @@ class PrefixCachePolicy(CachePolicy):
     # What the tiers ask
 
     def worth_writing(self, key: bytes) -> bool:
-        """Whether the block is likely enough to be used again; True for one that nothing is known of."""
+        """Whether the block's uses will outweigh the rent of its room by enough; True for one that nothing is known of.
+
+        The rent is what the room of the latest victim was worth.
+        """
         node = self._history.nodes.get(key)
         if node is None or isinstance(node.group, Path):
             return True
         group = node.group
-        return chance_of_use(group.group_class.hazards, group.bin) >= LEAST_CHANCE
+        group_class = group.group_class
+        counts = AGAIN_COUNTS if group_class.has_been_used_again else 1.0
+        return gain_over_rent(group_class.hazards, group.bin, self._rent, counts) >= WORTH_A_WRITE
 
     def chunks(self) -> Iterator[tuple[bytes, ChunkStatus]]:
         """All resident keys with their chunks, least worthy first."""

@@ -8,48 +8,62 @@ answers exactly how many blocks of a request LRU would have had.
 from __future__ import annotations
 
 from collections import OrderedDict
-from math import sqrt
 
 from omlxd.policy.prefix_groups import Group
 
-_SLACK_PART = 0.001  # how far behind LRU the policy may fall, as a part of all blocks asked for,
-_SLACK_DEVIATIONS = 1.5  # and beyond that in standard deviations of the sum of the differences
+_SLACK_PART = 0.001  # how far behind LRU a trial may fall, as a part of all blocks asked for
 _CREDIT_PART = 0.02  # how much of a lead it may lose again later, as a part of all blocks asked for
+_PAUSE = 0.25  # the first pause between two trials, as a part of all blocks asked for; each further one is twice that
+_LEARN_FIRST = 40  # requests that used something again, before which nothing is predicted
 _HORIZON = 4_000_000  # blocks asked for after which all that was counts half
 
 
 class Guard:
     """Counts hits of the policy and of LRU; `lru_leads` while the policy should do as LRU does.
 
-    A policy that has fallen behind by the slack follows LRU until the slack has grown to twice the arrears,
-    about until twice as many blocks have been asked for; then it tries again. So predictions that never hold
-    cost a bounded part of all hits, whatever the workload. Without the deviations a few long requests, missed
-    early by chance, would silence good predictions for long.
+    It begins as LRU, until there is something to learn from. Then the predictions are always on trial. A trial
+    that falls behind by the slack ends; the policy then does as LRU for a while, longer after each trial that
+    ends so, and tries again. So predictions that never hold cost a bounded part of all hits, whatever the
+    workload, and a good trial that a few long requests ended by chance costs one short pause.
     """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._asked = 0.0
         self._lead = 0.0
-        self._variance = 0.0
+        self._retry_at = 0.0
+        self._pause = _PAUSE
         self._groups: OrderedDict[Group, None] = OrderedDict()  # those of which LRU has something, oldest first
         self._kept = 0
-        self.lru_leads = False
+        self._hits = 0
+        self.lru_leads = True
 
-    def settle(self, asked: int, hits: int, shadow_hits: int) -> None:
-        """A request asked for so many blocks; so many leading ones were there, and would have been under LRU."""
-        difference = hits - shadow_hits
+    def settle(self, asked: int, hits: int, shadow_hits: int, *, reused: bool, compare: bool) -> None:
+        """A request asked for so many blocks; so many leading ones were there, and would have been under LRU.
+
+        `reused`: some had been used before, be they there or not. `compare`: its misses were going to be stored. Of
+        uses that were merely reported, as to the SSD tier, LRU would not have stored them either.
+        """
         self._asked += asked
-        if difference:
-            self._variance += difference * difference
+        if self.lru_leads:
+            self._hits += reused
+            if self._asked >= self._retry_at and self._hits >= _LEARN_FIRST:
+                self.lru_leads = False
+                self._lead = 0.0
+        elif compare:
+            difference = hits - shadow_hits
             self._lead = min(self._lead + difference, _CREDIT_PART * self._asked)
-        if self._lead < 0.0 or self.lru_leads:
-            slack = _SLACK_PART * self._asked + _SLACK_DEVIATIONS * sqrt(self._variance)
-            self.lru_leads = -self._lead > (0.5 * slack if self.lru_leads else slack)
+            slack = _SLACK_PART * self._asked
+            if self._lead > slack:
+                self._pause = _PAUSE
+            elif -self._lead > slack:
+                self.lru_leads = True
+                self._retry_at = (1.0 + self._pause) * self._asked
+                self._pause *= 2.0
         if self._asked > _HORIZON:
             self._asked *= 0.5
+            self._retry_at *= 0.5
             self._lead *= 0.5
-            self._variance *= 0.25
 
     def used(self, group: Group) -> None:
         """`group` is the latest one: LRU has all of it."""
@@ -82,10 +96,14 @@ class Guard:
                 group.shadow = 0
                 del self._groups[group]
 
-    def state(self) -> tuple[float, float, float, bool]:
+    def state(self) -> tuple[float, ...]:
         """What must survive a restart; the blocks of LRU do not."""
-        return self._asked, self._lead, self._variance, self.lru_leads
+        return self._asked, self._lead, self._retry_at, self._pause, float(self._hits), float(self.lru_leads)
 
-    def restore(self, asked: float, lead: float, variance: float, lru_leads: bool) -> None:
+    def restore(
+        self, asked: float, lead: float, retry_at: float, pause: float, hits: float, lru_leads: float
+    ) -> None:
         """Go on from `state`."""
-        self._asked, self._lead, self._variance, self.lru_leads = asked, lead, variance, lru_leads
+        self._asked, self._lead, self._retry_at, self._pause = asked, lead, retry_at, pause
+        self._hits = int(hits)
+        self.lru_leads = bool(lru_leads)

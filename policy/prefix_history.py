@@ -165,7 +165,8 @@ class History:
             groups.append(self._make_group(path.nodes[start:stop], group_class, uses))
         for group in reversed(groups):
             self.begin(group)
-        self.guard.settle(path.asked, path.hits, path.shadow_hits)
+        compare = path.context is not None
+        self.guard.settle(path.asked, path.hits, path.shadow_hits, reused=path.known > 0, compare=compare)
         self.guard.trim()
         if not self.guard.lru_leads:
             self.queue.by_rank = None

@@ -5,7 +5,8 @@ counts how many groups entered the bin and how many were used in it (a used part
 part of it). A group counts when it *enters* a bin: counting it when it leaves would make the oldest ages that
 anybody has reached yet look far too hopeful, since hits are seen at once and survivors late.
 
-A class is a tuple of features. Its hazard in a bin is that of its parent class (one feature less) times a
+A class is a tuple of features. Its hazard in a bin is that of its parent class (one feature less; where there
+are two such parents, the geometric mean of theirs) times a
 factor: what happened there and in the neighbouring bins, over what the parent's hazard would have made
 happen, with `_TRUST` imagined events for "as the parent". So a class that has seen little does as its parent
 does, and a root as a prior does whose hazard in each bin falls slowly: least recently used first.
@@ -26,7 +27,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
-from math import prod
+from math import sqrt
 
 Features = tuple[int, ...]
 
@@ -60,8 +61,14 @@ MOST_GAP = 6
 """Octaves of gaps that are told apart; of what is longer the exact length says nothing more."""
 _MOST_FEATURES = 6
 _RELATIVE_LEVELS = 3  # of the family AGAIN: itself, by the second feature, by the third
+USES = 2
+"""Where the class of uses stands among the features."""
 GAP = 3
 """Where the gap stands among the features of the family AGAIN."""
+
+
+ANY = -1
+"""In place of the last feature but one: whatever it is."""
 
 
 class GroupClass:
@@ -77,7 +84,7 @@ class GroupClass:
         "hazards",
         "lineage",
         "number",
-        "parent",
+        "parents",
         "queued",
         "relative",
         "renew_at",
@@ -86,11 +93,11 @@ class GroupClass:
         "worths",
     )
 
-    def __init__(self, features: Features, parent: GroupClass | None, number: int) -> None:
+    def __init__(self, features: Features, parents: tuple[GroupClass, ...], number: int) -> None:
         self.number = number
         """Order of appearance."""
         self.features = features
-        self.parent = parent
+        self.parents = parents
         self.relative = features[0] == AGAIN and len(features) <= _RELATIVE_LEVELS
         bins = NUM_BINS + MOST_GAP if self.relative else NUM_BINS
         self.events = array("d", bytes(8 * bins))
@@ -105,13 +112,16 @@ class GroupClass:
         self.lineage = self._lineage()
         """Itself and all above it, each with the shift of its bins."""
 
+    @property
+    def has_been_used_again(self) -> bool:
+        """Whether its blocks were known before their last use."""
+        return self.features[0] == AGAIN and self.features[USES] > 0
+
     def _lineage(self) -> tuple[tuple[GroupClass, int], ...]:
-        levels = []
-        level: GroupClass | None = self
-        while level is not None:
-            levels.append((level, self.shift if level.relative and not self.relative else 0))
-            level = level.parent
-        return tuple(levels)
+        above: dict[GroupClass, None] = {self: None}
+        for parent in self.parents:
+            above.update((level, None) for level, _ in parent.lineage)
+        return tuple((level, self.shift if level.relative and not self.relative else 0) for level in above)
 
 
 def root_hazards(events: Sequence[float], entries: Sequence[float]) -> list[float]:
@@ -168,9 +178,17 @@ def index_of(hazards: Sequence[float]) -> list[float]:
     return worths
 
 
-def chance_of_use(hazards: Sequence[float], start: int) -> float:
-    """The chance of any later use of a group that has come to bin `start`."""
-    return 1.0 - prod(1.0 - hazard for hazard in hazards[start:])
+def gain_over_rent(hazards: Sequence[float], start: int, rent: float, counts: float) -> float:
+    """What a group that has come to bin `start` brings until its next use, given up when that no longer pays.
+
+    A use brings `counts`, each request before it costs `rent`; 0 where giving up at once is best.
+    """
+    gain = 0.0
+    for index in range(NUM_BINS - 1, start - 1, -1):
+        hazard = hazards[index]
+        stay = hazard * counts + (1.0 - hazard) * gain - rent * WIDTHS[index] * (1.0 - 0.5 * hazard)
+        gain = max(0.0, stay)
+    return gain
 
 
 class SurvivalModel:
@@ -185,8 +203,8 @@ class SurvivalModel:
         """The class with these features, of which the first is the family."""
         known = self._classes.get(features)
         if known is None:
-            parent = self.of(features[:-1]) if len(features) > 1 else None
-            known = self._classes[features] = GroupClass(features, parent, len(self._classes))
+            parents = tuple(self.of(above) for above in parents_of(features))
+            known = self._classes[features] = GroupClass(features, parents, len(self._classes))
             self._compute(known)
         return known
 
@@ -221,19 +239,25 @@ class SurvivalModel:
             yield group_class
 
     def _compute(self, group_class: GroupClass) -> None:
-        parent = group_class.parent
-        if parent is None:
-            group_class.hazards = root_hazards(group_class.events, group_class.entries)
-        else:
-            if parent.total > parent.renew_at:
-                self._compute(parent)
-            above = parent.hazards
-            if parent.relative and not group_class.relative:
-                above = above[group_class.shift : group_class.shift + NUM_BINS]
+        parents = group_class.parents
+        if parents:
+            above = self._hazards_for(group_class, parents[0])
+            for other in parents[1:]:
+                above = [sqrt(one * two) for one, two in zip(above, self._hazards_for(group_class, other), strict=True)]
             group_class.hazards = class_hazards(group_class.events, group_class.entries, above)
+        else:
+            group_class.hazards = root_hazards(group_class.events, group_class.entries)
         if not group_class.relative:
             group_class.worths = index_of(group_class.hazards)
         group_class.renew_at = (1.0 + _RENEW_GROWTH) * group_class.total + _RENEW_MINIMUM
+
+    def _hazards_for(self, group_class: GroupClass, parent: GroupClass) -> list[float]:
+        """The parent's hazards in the bins of `group_class`."""
+        if parent.total > parent.renew_at:
+            self._compute(parent)
+        if parent.relative and not group_class.relative:
+            return parent.hazards[group_class.shift : group_class.shift + NUM_BINS]
+        return parent.hazards
 
     def _forget(self) -> None:
         self._weight *= 0.5
@@ -248,7 +272,7 @@ class SurvivalModel:
         """All counts, as msgpack can pack them: [features, events, entries] for each class, parents first."""
         return [
             [list(features), known.events.tolist(), known.entries.tolist()]
-            for features, known in sorted(self._classes.items(), key=lambda item: len(item[0]))
+            for features, known in sorted(self._classes.items(), key=_level)
         ]
 
     @classmethod
@@ -267,10 +291,25 @@ class SurvivalModel:
                 )
             known.events, known.entries = events, entries
             known.total = sum(events) + sum(entries)
-        for known in model._classes.values():  # parents come first
+        for _, known in sorted(model._classes.items(), key=_level):  # parents come first
             model._compute(known)
         model._weight = sum(sum(known.events) for features, known in model._classes.items() if len(features) == 1)
         return model
+
+
+def _level(item: tuple[Features, GroupClass]) -> tuple[int, bool]:
+    features = item[0]
+    return len(features), ANY not in features
+
+
+def parents_of(features: Features) -> tuple[Features, ...]:
+    """The classes with a feature less: without the last; of a class with all features also without the last but one."""
+    if len(features) == 1:
+        return ()
+    if len(features) == _MOST_FEATURES:
+        without = (*features[:-2], ANY, features[-1])
+        return (features[:-2],) if features[-2] == ANY else (features[:-1], without)
+    return (features[:-1],)
 
 
 def is_features(value: object) -> bool:
@@ -278,7 +317,7 @@ def is_features(value: object) -> bool:
     return (
         isinstance(value, list | tuple)
         and 0 < len(value) <= _MOST_FEATURES
-        and all(isinstance(feature, int) and 0 <= feature < NUM_BINS for feature in value)
+        and all(isinstance(feature, int) and ANY <= feature < NUM_BINS for feature in value)
         and value[0] in (FRESH, AGAIN)
         and (value[0] == FRESH or len(value) <= GAP or 0 < value[GAP] <= MOST_GAP)
     )

@@ -35,7 +35,7 @@ class PrefixState:
     groups: list[SavedGroup]
     """In the order of use."""
     model: SurvivalModel
-    guard: tuple[float, float, float, bool]
+    guard: tuple[float, ...]
 
     @classmethod
     def of(cls, history: History) -> PrefixState:
@@ -73,12 +73,12 @@ class PrefixState:
         now = state.get("now")
         if not isinstance(groups, list | tuple) or not isinstance(now, int):
             raise ValueError(f"policy state: 'groups' must be a list and 'now' a number; {_DISCARD}")
-        if not isinstance(guard, list | tuple) or len(guard) != 4 or not all(isinstance(n, int | float) for n in guard):
-            raise ValueError(f"policy state: 'guard' must be three numbers and whether LRU leads; {_DISCARD}")
+        if not isinstance(guard, list | tuple) or len(guard) != 6 or not all(isinstance(n, int | float) for n in guard):
+            raise ValueError(f"policy state: 'guard' must be six numbers; {_DISCARD}")
         saved = [_unpack_group(item, now) for item in groups]
         if any(later.since < earlier.since for earlier, later in pairwise(saved)):
             raise ValueError(f"policy state: 'groups' must be in the order of use; {_DISCARD}")
-        return cls(order, now, saved, SurvivalModel.from_state(state["model"]), (*guard[:3], bool(guard[3])))
+        return cls(order, now, saved, SurvivalModel.from_state(state["model"]), tuple(guard))
 
     def rebuild(self, capacity: int, residents: Mapping[bytes, ChunkStatus]) -> History:
         """A history with those of `residents` that the groups name."""
