@@ -33,9 +33,9 @@ MAX_BLOCKS = 12
 ROOM_SECONDS = 2.0
 SETTINGS = [
     ("ram", "size", ['"32MiB"', '"64MiB"', '"96MiB"']),
-    ("ram", "policy", ['"lru"', '"arc"']),
+    ("ram", "policy", ['"lru"', '"arc"', '"prefix"']),
     ("ssd", "size", ['"96MiB"', '"192MiB"', '"256MiB"']),
-    ("ssd", "policy", ['"lru"', '"arc"']),
+    ("ssd", "policy", ['"lru"', '"arc"', '"prefix"']),
     ("ssd", "mode", ['"write_back"', '"write_through"', '"second_touch"']),
     ("ssd", "codec", ['"auto"', '"raw"', '"zstd"', '"zstd-planes"']),
     ("ssd", "max_dirty", ['"8MiB"', '"auto"']),
@@ -57,7 +57,7 @@ class Report:
     log_troubles: list[str] = field(default_factory=list)
     left_over: dict[str, int] = field(default_factory=dict)
     unavailable: list[str] = field(default_factory=list)
-    """What engines were told when the daemon did not answer in time."""
+    """What engines and operators were told when the daemon did not answer in time."""
 
     @property
     def memory_growth_mib(self) -> float:
@@ -187,10 +187,13 @@ class Soak:
 
     def _operator(self, dice: random.Random) -> None:
         while self._going_on():
-            with omlxd.connect(self._daemon.socket, name="soak operator") as cache:
-                for _ in range(dice.randrange(1, 10)):
-                    if self._going_on():
-                        self._command(cache, dice)
+            try:
+                with omlxd.connect(self._daemon.socket, name="soak operator") as cache:
+                    for _ in range(dice.randrange(1, 10)):
+                        if self._going_on():
+                            self._command(cache, dice)
+            except omlxd.Unavailable as error:
+                self.report.unavailable.append(f"operator: {error}")
 
     def _command(self, cache: Cache, dice: random.Random) -> None:
         rows = cache.call("list", limit=200)["blocks"]
