@@ -2,7 +2,8 @@
 
 Each request looks its blocks up in order; the leading run of present ones is loaded, the rest is stored, heads
 first. What a tier refuses as a whole is offered in halves, down to single blocks, as the daemon does; what is then
-refused, and all behind it, stays unstored.
+refused, and all behind it, stays unstored. A recording also says which blocks an engine did offer; and it has
+requests that ask for nothing, which use what is there and store the rest.
 """
 
 from __future__ import annotations
@@ -70,6 +71,14 @@ class Tier:
             self.manager.policy.know(keys)
         self._last_use: dict[bytes, int] = {}
 
+    def finished(self, ctx: RequestContext) -> None:
+        """A request has ended: its accesses count. A policy that knows the future goes on to the next one in any case."""
+        policy = self.manager.policy
+        if isinstance(policy, BeladyCachePolicy) and self.manager not in ctx.scratch:
+            policy.on_request_finished((), (), (), ctx)
+        else:
+            self.manager.on_request_finished(ctx)
+
     def used(self, keys: Sequence[bytes], now: int) -> None:
         """Request number `now` used `keys`."""
         self._last_use.update(dict.fromkeys(keys, now))
@@ -111,10 +120,11 @@ def replay_ram(trace: Trace, policy: str, size: int, progress: Progress | None =
     start = perf_counter()
     for now, (request, keys) in enumerate(zip(trace.requests, keys_of, strict=True)):
         found = manager.lookup_many(keys)
+        asks = request.input_tokens > 0
         run = leading_run(found)
-        count(tally, request, trace.block_tokens, found, run)
+        count(tally, request, trace, found, run)
         ctx = RequestContext()
-        held = keys[:run]
+        held = keys[:run] if asks else present_of(keys, found)
         if held:
             manager.prepare_load(held, ctx)
 
@@ -124,12 +134,13 @@ def replay_ram(trace: Trace, policy: str, size: int, progress: Progress | None =
 
         before = manager.counters.stored
         ctx.may_be_declined = True
-        done = run + tier.store(keys[run:], ctx, on_evicted)
+        first = max(run, request.first) if asks else request.first
+        done = first + tier.store(keys[first : request.end], ctx, on_evicted)
         tally.stored += manager.counters.stored - before
-        tally.refused += len(keys) - done
+        tally.refused += max(0, request.end - done)
         if held:
             manager.complete_load(held, ctx)
-        manager.on_request_finished(ctx)
+        tier.finished(ctx)
         tier.used(keys, now)
         if progress is not None and now % REPORT_EVERY == 0:
             progress(now)
@@ -137,11 +148,20 @@ def replay_ram(trace: Trace, policy: str, size: int, progress: Progress | None =
     return tally
 
 
-def count(tally: Tally, request: Request, block_tokens: int, found: Sequence[Lookup], run: int) -> None:
-    """A request has looked its blocks up."""
+def present_of(keys: Sequence[bytes], found: Sequence[Lookup]) -> list[bytes]:
+    """Those of `keys` that are there."""
+    return [key for key, what in zip(keys, found, strict=True) if what is Lookup.HIT]
+
+
+def count(tally: Tally, request: Request, trace: Trace, found: Sequence[Lookup], run: int) -> None:
+    """A request has looked its blocks up; one that asks for nothing is none."""
+    if not request.input_tokens:
+        return
+    block_tokens = trace.space(request.space).block_tokens
+    asked = request.asked(block_tokens)
     tally.requests += 1
     tally.asked_tokens += request.input_tokens
     tally.reused_tokens += min(run * block_tokens, request.input_tokens)
-    tally.asked += len(found)
-    tally.present += sum(what is Lookup.HIT for what in found)
-    tally.computed += len(found) - run
+    tally.asked += asked
+    tally.present += sum(what is Lookup.HIT for what in found[:asked])
+    tally.computed += asked - min(run, asked)

@@ -11,8 +11,8 @@ from __future__ import annotations
 from enum import StrEnum
 from time import perf_counter
 
-from omlxd.lab.replay import REPORT_EVERY, Progress, Tally, Tier, count, leading_run
-from omlxd.lab.traces import Trace
+from omlxd.lab.replay import REPORT_EVERY, Progress, Tally, Tier, count, leading_run, present_of
+from omlxd.lab.traces import Request, Trace
 from omlxd.policy.base import RequestContext
 from omlxd.storage.chunks import Lookup
 
@@ -51,29 +51,38 @@ class TieredReplay:
 
     def _request(self, keys: list[bytes]) -> None:
         ram, ssd, tally = self._ram.manager, self._ssd.manager, self.tally
+        request = self._trace.requests[self._now]
+        in_ram = ram.lookup_many(keys)
         found = [
-            here if here is Lookup.HIT else there
-            for here, there in zip(ram.lookup_many(keys), ssd.lookup_many(keys), strict=True)
+            here if here is Lookup.HIT else there for here, there in zip(in_ram, ssd.lookup_many(keys), strict=True)
         ]
-        run = leading_run(found)
         ctx = RequestContext()
         for position, key in enumerate(keys):
             ctx.set_offload_key_position(key, position)
-        reused = self._load(keys[:run], ctx)
-        count(tally, self._trace.requests[self._now], self._trace.block_tokens, found, reused)
+        if request.input_tokens:
+            reused = self._load(keys[: leading_run(found)], ctx, request)
+            count(tally, request, self._trace, found, reused)
+            held, first = keys[:reused], max(reused, request.first)
+            missing = keys[first : request.end]
+        else:  # it asks for nothing: what is on the SSD stays there
+            held, first = present_of(keys, in_ram), request.first
+            ram.prepare_load(held, ctx)
+            offered = zip(keys[first : request.end], found[first : request.end], strict=True)
+            missing = [key for key, what in offered if what is not Lookup.HIT]
         before = ram.counters.stored
-        done = reused + self._ram.store(keys[reused:], ctx, self._spill)
+        done = self._ram.store(missing, ctx, self._spill)
         tally.stored += ram.counters.stored - before
-        tally.refused += len(keys) - done
+        tally.refused += len(missing) - done
         if self._mode is WriteMode.WRITE_THROUGH:
-            self._write(keys[reused:done])
-        ram.complete_load(keys[:reused], ctx)
-        ram.on_request_finished(ctx)
+            self._write(missing[:done])
+        ram.complete_load(held, ctx)
+        self._ram.finished(ctx)
         ssd.touch(keys, ctx)
+        self._ssd.finished(ctx)
         self._ram.used(keys, self._now)
         self._ssd.used(keys, self._now)
 
-    def _load(self, keys: list[bytes], ctx: RequestContext) -> int:
+    def _load(self, keys: list[bytes], ctx: RequestContext, request: Request) -> int:
         """Pin what is in RAM and restore the rest, heads first; how many leading blocks that gave."""
         ram, ssd, tally = self._ram.manager, self._ssd.manager, self.tally
         self._asked_again.update(keys)
@@ -84,15 +93,19 @@ class TieredReplay:
         missing = set(keys).difference(here)
         for key in missing:
             ssd.pin(key)
-        came = 0
+        came = restored = 0
         for index, key in enumerate(keys):
             if key in missing:
                 if not self._ram.store([key], ctx, self._spill):
                     break
                 ram.prepare_load([key], ctx)
-                tally.ssd_read += 1
-                tally.reused_tokens_ssd += self._trace.block_tokens
+                restored += 1
             came = index + 1
+        block_tokens = self._trace.space(request.space).block_tokens
+        tally.ssd_read += restored
+        tally.reused_tokens_ssd += restored * block_tokens
+        if came and keys[came - 1] in missing:  # the prompt may end within the last block
+            tally.reused_tokens_ssd -= max(0, came * block_tokens - request.input_tokens)
         for key in missing:
             ssd.unpin(key)
         ram.complete_load([key for key in keys[came:] if key not in missing], ctx)
