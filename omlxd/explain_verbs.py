@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from omlxd.fields import Fields
-from omlxd.operations import MISS, PENDING, RAM
+from omlxd.operations import MISS, PENDING, RAM, REMOTE, SSD
 from omlxd.protocol import Message
 from omlxd.storage.journal import Described
 from omlxd.verbs import verb
@@ -13,7 +13,7 @@ from omlxd.verbs import verb
 if TYPE_CHECKING:
     from omlxd.session import Session
 
-HERE = {RAM: "ram", PENDING: "pending"}
+HERE = {RAM: "ram", SSD: "ssd", REMOTE: "remote", PENDING: "pending"}
 
 
 @verb("namespaces")
@@ -28,15 +28,16 @@ def namespaces(session: Session, fields: Fields, request_id: int) -> Message:
 
 
 @verb("fates")
-def fates(session: Session, fields: Fields, request_id: int) -> Message:
-    """Of each of ``keys`` where it is (ram, ssd, pending), or why and since when it is not."""
+async def fates(session: Session, fields: Fields, request_id: int) -> Message:
+    """Of each of ``keys`` where it is (ram, ssd, remote, pending), or why and since when it is not."""
     server = session.server
     keys = fields.keys()
+    await server.store.find(server.store.to_ask_for(keys))
     answer: list[tuple[str, str, float | None]] = []
     for key, code in zip(keys, server.store.lookup(keys, prefix=False), strict=True):
         departure = server.history.get(key)
         if code != MISS:
-            answer.append((HERE.get(code, "ssd"), "", None))
+            answer.append((HERE[code], "", None))
         elif departure is not None:
             answer.append((departure.kind, departure.cause, departure.at))
         else:

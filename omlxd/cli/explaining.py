@@ -52,6 +52,7 @@ class DaemonSource:
         states = {
             "ram": State.HOT,
             "ssd": State.SSD,
+            "remote": State.REMOTE,
             "pending": State.PENDING,
             "gone": State.EVICTED,
             "refused": State.REFUSED,
@@ -80,9 +81,9 @@ class DaemonSource:
 def explain(common: Common, model: Path | None, prompt: TextIO | None, tokens: TextIO | None, as_json: bool) -> None:
     """Tell why a prompt would be restored, or not.
 
-    Block by block: in shared memory, on the SSD, evicted (when, why), refused,
-    stored in another namespace, or never stored; and where the prompt leaves
-    the nearest stored chain.
+    Block by block: in shared memory, on the SSD, on another machine, evicted
+    (when, why), refused, stored in another namespace, or never stored; and where
+    the prompt leaves the nearest stored chain.
 
     \b
     omlxd explain --model ~/models/Qwen3-8B-4bit --prompt prompt.txt

@@ -26,6 +26,8 @@ class State(Enum):
     HOT = "hot"
     """In shared memory."""
     SSD = "SSD"
+    REMOTE = "another machine"
+    """On the Valkey server that machines share, as far as is known."""
     PENDING = "being stored"
     EVICTED = "evicted"
     """It was here. ``Fate.cause`` and ``Fate.at`` say why it left, and when."""
@@ -39,7 +41,7 @@ class State(Enum):
     @property
     def restorable(self) -> bool:
         """Could it be loaded now?"""
-        return self in (State.HOT, State.SSD)
+        return self in (State.HOT, State.SSD, State.REMOTE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,7 @@ class Source(Protocol):
         """All that are known."""
 
     def fates(self, namespace: NamespaceSeen, hashes: Sequence[bytes]) -> Sequence[Fate]:
-        """What became of each block: ``HOT``, ``SSD``, ``PENDING``, ``EVICTED``, ``REFUSED`` or ``NEVER``."""
+        """What became of each block: ``HOT``, ``SSD``, ``REMOTE``, ``PENDING``, ``EVICTED``, ``REFUSED`` or ``NEVER``."""
 
     def following(self, namespace: NamespaceSeen, chain_hash: bytes | None) -> int:
         """How many stored blocks come directly after a block; after None: heads of chains."""

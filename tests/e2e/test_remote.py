@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import omlxd
+from omlxd.operations import pack_keys
 from omlxd.schema import RemoteStats, Stats
 from scripts.daemon_process import DaemonProcess
 from tests.e2e.blocks import chain, payload
@@ -99,6 +100,8 @@ def test_what_one_daemon_stored_is_a_hit_for_another(
         wait_for_state(cache, "ok")
         hit = space_of(cache).match_keys([*hashes, *chain(2, 3)])
         assert (hit.blocks, hit.ram, hit.ssd, hit.remote) == (30, 0, 0, 30)
+        fates = cache.call("fates", keys=pack_keys([*hashes, *chain(2, 1)]))["fates"]
+        assert [state for state, _, _ in fates] == [*["remote"] * 30, "never"], "what omlxd explain says"
         assert load_exactly(cache, hashes) is None
         hit = space_of(cache).match_keys(hashes)
         assert (hit.ram, hit.remote) == (30, 0)
