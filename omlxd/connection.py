@@ -18,7 +18,7 @@ class Connection:
     """One peer.
 
     ``on_data(data, fds)`` is called for what arrives (``data`` is only valid during the call), ``on_close(reason)`` once at
-    the end, both on the loop's thread.
+    the end, both on the loop's thread, and neither inside :meth:`send`.
     What can't be sent at once is queued up to ``max_queued`` bytes; a peer that reads slower than that is cut off, so a
     sleeping client can't eat the daemon's memory.
     """
@@ -90,7 +90,7 @@ class Connection:
             except OSError as error:
                 close_all(attached)
                 self.hung_up = isinstance(error, ConnectionError)
-                self.close(f"send failed: {error}")
+                self._fail(f"send failed: {error}")
                 return
             if sent:
                 close_all(attached)
@@ -101,7 +101,7 @@ class Connection:
         self._queue.append((view, attached))
         self._queued += len(view)
         if self._queued > self._max_queued:
-            self.close(f"the peer leaves {self._queued} bytes unread; at most {self._max_queued} are kept for it")
+            self._fail(f"the peer leaves {self._queued} bytes unread; at most {self._max_queued} are kept for it")
 
     def finish(self, data: bytes, reason: str) -> None:
         """Send a last frame, then close."""
@@ -115,8 +115,16 @@ class Connection:
 
     def close(self, reason: str) -> None:
         """Close at once; what was queued is dropped."""
-        if self.closed:
-            return
+        if not self.closed:
+            self._let_go()
+            self._on_close(reason)
+
+    def _fail(self, reason: str) -> None:
+        """It cannot be sent to any more. Told a step later: who sends is in the middle of something."""
+        self._let_go()
+        self._loop.call_soon(self._on_close, reason)
+
+    def _let_go(self) -> None:
         self.closed = True
         if self._reading:
             self._loop.remove_reader(self._fd)
@@ -127,7 +135,6 @@ class Connection:
         self._queue.clear()
         self._queued = 0
         self._sock.close()
-        self._on_close(reason)
 
     def _readable(self) -> None:
         self._take_in()

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
-
-import numpy as np
-from numpy.typing import NDArray
 
 from omlxd.errors import LeaseEnded
 from omlxd.storage.layout import Layout
@@ -99,32 +96,6 @@ class LoadedBlock:
         return result
 
 
-class _Reading:
-    """A view that was given out, and what every slice and array made of it refers to."""
-
-    __slots__ = ("anchor", "view")
-
-    def __init__(self, anchor: NDArray[np.uint8]) -> None:
-        self.anchor: NDArray[np.uint8] | None = anchor
-        self.view: memoryview | None = memoryview(anchor)
-
-    def end(self, gone: Callable[[weakref.ref[object]], None], *, release: bool) -> weakref.ref[object] | None:
-        """Let go of it, with ``release`` also for whoever has the view; a reference to what is still in use, or None."""
-        view, self.view = self.view, None
-        assert view is not None
-        if release:
-            try:  # noqa: SIM105 - suppress() takes longer than all the rest here
-                view.release()
-            except BufferError:  # an array reads it in place; the anchor says when that one is gone
-                pass
-        del view
-        assert self.anchor is not None
-        quiet = weakref.ref(self.anchor)
-        self.anchor = None
-        anchor = quiet()
-        return weakref.ref(anchor, gone) if anchor is not None else None
-
-
 class LeaseCore:
     """What blocking and asyncio leases share: the blocks so far, and how it ends.
 
@@ -144,7 +115,10 @@ class LeaseCore:
         """Has everything come that will?"""
         self._layout = layout
         self._own_layouts: dict[int, Layout] = {}
-        self._readings: dict[int, _Reading] = {}
+        self._views: dict[int, memoryview] = {}
+        self._windows: dict[int, memoryview] = {}
+        """By segment: the whole of it, over an array of this lease's own. Every view, slice and array that a user makes
+        refers to that array, so that its end is the end of all of them."""
         # No blocking locks: a lease may be ended, or its last array collected, inside the garbage collector. These two
         # are flags that exactly one thread gets to set.
         self._ending = threading.Lock()
@@ -173,15 +147,27 @@ class LeaseCore:
     def view(self, index: int) -> memoryview:
         """A block's payload, read-only, in place; LeaseEnded when the lease is over."""
         self.check()
-        reading = self._readings.get(index)
-        if reading is None:
-            # Every view and slice that a user makes refers to the anchor, so that its end is the end of all of them.
-            reading = self._readings.setdefault(index, _Reading(self.holding.segments.slot(*self.slots[index])))
-        view = reading.view
-        if view is None or self._ended is not None:  # ended in another thread, meanwhile: it did not see this view
-            self._readings.pop(index, None)
+        view = self._views.get(index)
+        if view is None:
+            view = self._views.setdefault(index, self._slice(*self.slots[index]))
+        if self._ended is not None:  # ended in another thread, meanwhile, which did not see this view
+            view.release()
             self.check()
-        assert view is not None
+        return view
+
+    def _slice(self, segment: int, offset: int, nbytes: int) -> memoryview:
+        window = self._windows.get(segment)
+        if window is None:
+            window = self._windows.setdefault(segment, memoryview(self.holding.segments.whole(segment)))
+        try:
+            view = window[offset : offset + nbytes]
+        except ValueError:  # released in another thread: the lease has ended
+            self.check()
+            raise
+        if len(view) != nbytes or offset < 0:
+            raise ValueError(
+                f"a slot of {nbytes} bytes at {offset} is outside segment {segment}, which has {len(window)}"
+            )
         return view
 
     @property
@@ -211,16 +197,32 @@ class LeaseCore:
         if not self._ending.acquire(blocking=False):
             return
         self._ended = reason
-        for reading in list(self._readings.values()):
-            reference = reading.end(self._collected, release=release)
-            if reference is not None:
-                self._in_use[id(reference)] = reference
-                if reference() is None:  # collected before it was noted
-                    self._in_use.pop(id(reference), None)
+        if release:
+            for view in list(self._views.values()):
+                try:  # noqa: SIM105 - suppress() takes longer than all the rest here
+                    view.release()
+                except BufferError:  # an array reads it in place; the window's array says when that one is gone
+                    pass
+        self._views.clear()
+        for window in list(self._windows.values()):
+            self._let_go(window)
+        self._windows.clear()
         if self._in_use and self.lease_id is not None:
             self.holding.linger(self, self.lease_id)
         self._swept = True
         self._tell_if_unused()
+
+    def _let_go(self, window: memoryview) -> None:
+        """Let go of a segment, and note whether anything still refers to it through this lease."""
+        quiet: weakref.ref[object] = weakref.ref(window.obj)
+        window.release()
+        anchor: object = quiet()
+        if anchor is not None:
+            reference = weakref.ref(anchor, self._collected)
+            self._in_use[id(reference)] = reference
+            del anchor
+            if reference() is None:  # collected before it was noted
+                self._in_use.pop(id(reference), None)
 
     def take(self, part: dict[str, object]) -> None:
         """Take one frame of the answer to ``load``."""

@@ -32,6 +32,7 @@ DEFAULT_STORE_SECONDS = 2.0
 GRACE_SECONDS = 1.0
 """How much longer than the deadline that the daemon was given a client waits for its answer."""
 HEAD_GROUP = bytes(4)
+_HASH_LENGTHS = {HASH_BYTES}
 
 T = TypeVar("T")
 Ranges: TypeAlias = "Sequence[tuple[int, ExtraKey]] | None"
@@ -138,11 +139,9 @@ def check_counts(hashes: Sequence[bytes], payloads: Sequence[Payload], start: in
 
 def pack_keys(hashes: Sequence[bytes]) -> bytes:
     """Keys back to back, as the wire has them. ``ValueError`` for a hash of another length."""
-    for chain_hash in hashes:
-        if len(chain_hash) != HASH_BYTES:
-            raise ValueError(
-                f"a chain hash has {HASH_BYTES} bytes, this one has {len(chain_hash)}: {chain_hash[:8].hex()}"
-            )
+    if set(map(len, hashes)) - _HASH_LENGTHS:
+        odd = next(chain_hash for chain_hash in hashes if len(chain_hash) != HASH_BYTES)
+        raise ValueError(f"a chain hash has {HASH_BYTES} bytes, this one has {len(odd)}: {odd[:8].hex()}")
     return HEAD_GROUP.join(hashes) + HEAD_GROUP if hashes else b""
 
 

@@ -112,6 +112,8 @@ def _look_up(session: Session, fields: Fields, info: NamespaceInfo, keys: list[b
         found = len(where) - where.endswith(b"\0")
         store.counts[info.id, "misses"] += len(keys) - found
         session.looked_up = keys[-1]
+        if session.server.recorder.on:
+            session.server.recorder.looked_up(session, info, fields.raw("keys"), found)
     if fields.flag("prefetch"):
         store.prefetch(keys, block_tokens=info.block_tokens)
     return {"where": where}
@@ -125,44 +127,44 @@ def load(session: Session, fields: Fields, request_id: int) -> None:
     keys = fields.keys()
     mode = fields.choice("mode", ("wait", "best_effort"), "wait")
     timeout = fields.seconds("timeout", DEFAULT_LOAD_SECONDS)
+    prefill_tokens_per_s = fields.number("prefill_tokens_per_s")
     server.refuse_when_closing()
     if server.store.lease_count(session) >= MAX_LEASES:
         raise RequestError(Code.TOO_MANY, f"{MAX_LEASES} leases are open on this connection: release some")
     known = 0
-    lease_id: int | None = None
-    early: list[Part] = []
 
     def emit(part: Part) -> None:
         nonlocal known
-        if lease_id is None:
-            early.append(part)  # before load() returns: the lease's id is not known yet
-            return
-        body: Message = {"lease": lease_id, "slots": [_slot(block) for block in part.blocks]}
+        body: Message = {"lease": part.lease, "slots": [_slot(block) for block in part.blocks]}
         layouts = {str(known + at): b.meta.layout for at, b in enumerate(part.blocks) if b.meta.layout is not None}
         if layouts:
             body["layouts"] = layouts
         known += len(part.blocks)
         if part.last:
             body["stopped"] = part.stopped
+            if server.recorder.on:
+                server.recorder.loaded(
+                    session,
+                    info,
+                    fields.raw("keys"),
+                    known,
+                    block_bytes=part.blocks[0].meta.nbytes if part.blocks else None,
+                    prefill_tokens_per_s=prefill_tokens_per_s,
+                )
             session.ok(request_id, body, part.blocks)
         else:
             session.more(request_id, body, part.blocks)
 
-    lease = server.store.load(
+    server.store.load(
         session,
         keys,
         block_tokens=info.block_tokens,
         timeout=timeout if mode == "wait" else None,
         emit=emit,
-        prefill_tokens_per_s=fields.number("prefill_tokens_per_s"),
+        prefill_tokens_per_s=prefill_tokens_per_s,
         # An engine that looks first and loads the same chain then has missed what it lacks once, not twice.
         misses_of=info.id if keys and keys[-1] != session.looked_up else None,
     )
-    lease_id = lease.id
-    if early:
-        last = early[-1]
-        emit(Part([block for part in early for block in part.blocks], last.last, last.stopped))
-    return
 
 
 def _slot(block: RamBlock) -> tuple[int, int, int]:
@@ -182,6 +184,8 @@ def touch(session: Session, fields: Fields, request_id: int) -> Message:
     """The engine used its own copy of these blocks, head to tail."""
     info = session.namespace(fields)
     session.server.store.touch(fields.keys(), block_tokens=info.block_tokens)
+    if session.server.recorder.on:
+        session.server.recorder.touched(session, info, fields.raw("keys"))
     return {}
 
 
@@ -219,6 +223,8 @@ async def prepare_store(session: Session, fields: Fields, request_id: int) -> Me
     offer = await server.store.prepare_store(
         session, keys[:first], metas, block_tokens=info.block_tokens, timeout=timeout
     )
+    if server.recorder.on:
+        server.recorder.stored(session, info, fields.raw("keys"), first, sizes)
     for reason in offer.declined:
         where = server.store.lookup([meta.key for meta in metas], prefix=False)
         server.history.refused((meta.key for meta, code in zip(metas, where, strict=True) if not code), reason)
@@ -264,7 +270,7 @@ def _inline_limit(server: Server) -> int:
 @verb("get")
 async def get(session: Session, fields: Fields, request_id: int) -> Message:
     """One block's payload inline, or None."""
-    session.namespace(fields)
+    info = session.namespace(fields)
     keys = fields.keys(most=1)
     if len(keys) != 1:
         raise RequestError(Code.BAD_REQUEST, "get takes one key")
@@ -274,7 +280,11 @@ async def get(session: Session, fields: Fields, request_id: int) -> Message:
     limit = _inline_limit(server)
     if nbytes is not None and nbytes > limit:
         raise RequestError(Code.TOO_LARGE, f"the block has {nbytes} bytes; inline at most {limit} go: use load")
-    return {"payload": await server.store.get(keys[0], timeout=fields.seconds("timeout", DEFAULT_LOAD_SECONDS))}
+    payload = await server.store.get(keys[0], timeout=fields.seconds("timeout", DEFAULT_LOAD_SECONDS))
+    if server.recorder.on:
+        size = None if payload is None else len(payload)
+        server.recorder.loaded(session, info, keys[0], int(payload is not None), block_bytes=size)
+    return {"payload": payload}
 
 
 @verb("put")
@@ -303,6 +313,9 @@ async def put(session: Session, fields: Fields, request_id: int) -> Message:
         block_tokens=info.block_tokens,
         timeout=fields.seconds("timeout", DEFAULT_STORE_SECONDS),
     )
+    if server.recorder.on:
+        chain = [keys[0]] if parent is None else [parent, keys[0]]
+        server.recorder.stored(session, info, b"".join(chain), len(chain) - 1, [len(payload)])
     for one in offer.reserved:
         np.copyto(np.frombuffer(server.store.ram.view(one.block), np.uint8), np.frombuffer(payload, np.uint8))
     stored = server.store.complete_store(owner, [one.reservation for one in offer.reserved], success=True)

@@ -39,8 +39,7 @@ class Warmer:
 
     def soon(self, slots: Sequence[Sequence[int]], *, write: bool) -> None:
         """``slots`` (segment, offset, bytes) are about to be read or written, in this order."""
-        present = self._segments.is_present
-        cold = [slot for slot in slots if not present(*slot, write=write)]
+        cold = self._segments.absent(slots, write=write)
         if cold and sum(nbytes for _, _, nbytes in cold) >= WORTHWHILE_BYTES:
             self._add(self._urgent, (run for slot in cold for run in _steps(slot, write, held=True)))
 
@@ -78,7 +77,7 @@ class Warmer:
     def _run(self) -> None:
         while (run := self._next()) is not None:
             segment, offset, nbytes, write, held = run
-            if self._segments.is_present(segment, offset, nbytes, write=write):
+            if not self._segments.absent([(segment, offset, nbytes)], write=write):
                 continue
             try:
                 if not held and not self._segments.is_backed(segment, offset, nbytes):

@@ -16,6 +16,7 @@ from omlxd.storage.figures import Histogram
 from omlxd.storage.loads import WAIT, Load, Part
 from omlxd.storage.lower import Lower, Lowers
 from omlxd.storage.owners import Owners
+from omlxd.storage.requests import request
 
 if TYPE_CHECKING:
     from omlxd.storage.ram import RamBlock, RamTier
@@ -78,14 +79,11 @@ class Leasing:
         misses_of: bytes | None = None,
     ) -> Load:
         """See ``Store.load``."""
-        ctx = RequestContext(f"load-{next(self._requests)}")
-        for index, key in enumerate(keys):
-            ctx.set_offload_key_position(key, (index + 1) * block_tokens)
         load = Load(
             next(self._ids),
             owner,
             keys,
-            ctx,
+            request(f"load-{next(self._requests)}", keys, block_tokens),
             self,
             window=self.window,
             since=self._clock(),
@@ -150,18 +148,18 @@ class Leasing:
         """Pin and return the blocks of ``keys`` that are readable in RAM, up to the first that is not."""
         blocks = self._ram.blocks
         found: list[RamBlock | None] = []
-        ready: list[bytes] = []
+        ready: list[RamBlock] = []
         for key in keys:
             block = blocks.get(key)
             if block is not None and block.chunk.ref_cnt >= 0:
-                ready.append(key)
+                ready.append(block)
                 found.append(block)
             elif past_holes and (block is not None or self.lower.having(key) is not None):
                 found.append(None)
             else:
                 break
         if ready:
-            self._ram.prepare_load(ready, load.ctx)
+            self._ram.begin_reads(ready, load.ctx)
         return found
 
     def ask_for(self, load: Load, index: int) -> str | None:
@@ -213,15 +211,16 @@ class Leasing:
         gaps: Counter[float] = Counter()
         hits: Counter[tuple[bytes, str]] = Counter()
         nbytes: Counter[tuple[bytes, str]] = Counter()
+        restored, spiller = load.restored, self.spiller
         for block in load.blocks:
             gaps[block.used] += 1
             block.used = now
             meta = block.meta
-            kind = (meta.namespace, load.restored.get(meta.key, "ram"))
+            kind = (meta.namespace, restored.get(meta.key, "ram") if restored else "ram")
             hits[kind] += 1
             nbytes[kind] += meta.nbytes
-            if not block.clean and self.spiller is not None:
-                self.spiller.add(block, asked_again=True)
+            if spiller is not None and not block.clean:
+                spiller.add(block, asked_again=True)
         for used, times in gaps.items():
             if used:
                 self._reuse_gap_seconds.observe(now - used, times)
@@ -284,7 +283,7 @@ class Leasing:
             return
         if load.finished:
             return
-        self._ram.prepare_load([block.meta.key], load.ctx)
+        self._ram.begin_reads([block], load.ctx)
         if came_from:
             load.restored[block.meta.key] = came_from
         load.arrived(index, block)

@@ -24,6 +24,8 @@ WAIT = "wait"
 class Part:
     """Some more blocks of a load, in the chain's order; ``stopped`` says why no more follow, when ``last``."""
 
+    lease: int
+    """The load's id."""
     blocks: list[RamBlock]
     last: bool
     stopped: str | None = None
@@ -180,9 +182,10 @@ class Load:
     def _take_what_is_there(self, *, past_holes: bool) -> None:
         """Pin what is in RAM; also what lies behind a hole, or the restore of the hole might evict it."""
         for index, block in enumerate(self._source.take_ready(self, self.keys, past_holes=past_holes)):
-            if block is not None:
+            if index == len(self.blocks) and block is not None:
+                self.blocks.append(block)
+            elif block is not None:
                 self._early[index] = block
-        self._move_up()
 
     def _drop_early(self, index: int) -> bool:
         beyond = [block for at, block in self._early.items() if at >= index]
@@ -217,4 +220,4 @@ class Load:
         new = self.blocks[self._told :]
         if self._emit is not None and (new or last):
             self._told = len(self.blocks)
-            self._emit(Part(new, last, self.stopped if last else None))
+            self._emit(Part(self.id, new, last, self.stopped if last else None))

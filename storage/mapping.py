@@ -10,7 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 
 import numpy as np
@@ -72,31 +72,40 @@ class SegmentMap:
         """Ids of the segments."""
         return iter(list(self._segments))
 
-    def slot(self, segment: int, offset: int, nbytes: int) -> NDArray[np.uint8]:
-        """Return ``nbytes`` at ``offset`` as a read-only array, in place. About a third of a microsecond.
+    def whole(self, segment: int) -> NDArray[np.uint8]:
+        """Return a segment as a read-only array of its own, in place: it lives as long as anything that refers to it.
+
+        Raises ``KeyError`` for an unknown segment.
+        """
+        return self._mapped(segment).whole()
+
+    def view(self, segment: int, offset: int, nbytes: int) -> memoryview:
+        """Return a read-only view of ``nbytes`` at ``offset``. Writing to it raises ``TypeError``.
 
         Raises ``KeyError`` for an unknown segment, ``ValueError`` for bytes outside it.
         """
-        return self._mapped(segment).slot(segment, offset, nbytes)
-
-    def view(self, segment: int, offset: int, nbytes: int) -> memoryview:
-        """Return a read-only view of ``nbytes`` at ``offset``; errors as in ``slot``. Writing to it raises ``TypeError``."""
-        return memoryview(self.slot(segment, offset, nbytes))
+        return self._mapped(segment).view(segment, offset, nbytes)
 
     def writable(self, segment: int, offset: int, nbytes: int) -> memoryview:
-        """Return a writable view, for a store into a reserved slot; errors as in ``slot``."""
+        """Return a writable view, for a store into a reserved slot; errors as in ``view``."""
         return self._mapped(segment).writable(segment, offset, nbytes)
 
-    def is_present(self, segment: int, offset: int, nbytes: int, *, write: bool = False) -> bool:
-        """Tell whether ``populate`` has been here already. False for what is not mapped."""
-        mapped = self._segments.get(segment)
-        return mapped is not None and mapped.is_present(offset, nbytes, write)
+    def absent(self, slots: Iterable[Sequence[int]], *, write: bool = False) -> list[Sequence[int]]:
+        """Return those of ``slots`` (segment, offset, bytes) that ``populate`` has not been to, unmapped ones included."""
+        found: list[Sequence[int]] = []
+        segments = self._segments
+        for slot in slots:
+            segment, offset, nbytes = slot
+            mapped = segments.get(segment)
+            if mapped is None or not mapped.is_present(offset, nbytes, write):
+                found.append(slot)
+        return found
 
     def populate(self, segment: int, offset: int, nbytes: int, *, write: bool = False) -> bool:
         """Make the pages of a slot present in this process before they are needed. Releases the GIL.
 
         The first touch of a page costs a fault; one call for a whole slot is cheaper than a fault a
-        page. False (and counted) where the system cannot do it; errors as in ``slot``, and
+        page. False (and counted) where the system cannot do it; errors as in ``view``, and
         ``OSError`` when the memory is not there.
         """
         mapped = self._mapped(segment)
@@ -160,11 +169,13 @@ class _Mapped:
         granules = -(-nbytes // GRANULE_BYTES)
         self._present = (bytearray(granules), bytearray(granules))  # for reading, for writing; a byte a granule
 
-    def slot(self, segment: int, offset: int, nbytes: int) -> NDArray[np.uint8]:
-        end = offset + nbytes
-        if offset < 0 or nbytes < 0 or end > self.nbytes:
+    def whole(self) -> NDArray[np.uint8]:
+        return self._read[:]
+
+    def view(self, segment: int, offset: int, nbytes: int) -> memoryview:
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
             self._refuse(segment, offset, nbytes)
-        return self._read[offset:end]
+        return memoryview(self._read)[offset : offset + nbytes]
 
     def writable(self, segment: int, offset: int, nbytes: int) -> memoryview:
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:

@@ -134,23 +134,39 @@ class RamTier(ChunkManager):
             block._array = array
         return array
 
+    def begin_reads(self, blocks: Sequence[RamBlock], ctx: RequestContext) -> None:
+        """Pin readable ``blocks``, none of them detached, for the request of ``ctx``: as ``prepare_load`` of their keys."""
+        keys = [block.meta.key for block in blocks]
+        state = self._state(ctx)
+        state.reused.update(keys if not state.inserted else (key for key in keys if key not in state.inserted))
+        self._see(state, keys, ctx)
+        mark_non_evictable = self._policy.mark_non_evictable
+        for key, block in zip(keys, blocks, strict=True):
+            chunk = block.chunk
+            assert chunk.ref_cnt >= 0, "only readable blocks are read"
+            chunk.ref_cnt = readers = chunk.ref_cnt + 1
+            if readers == 1:
+                self._num_evictable -= 1
+                mark_non_evictable(key)
+                self.evictable_bytes -= self._size(block)
+
     def complete_read(self, block: RamBlock) -> None:
-        """Undo one ``prepare_load`` or ``pin_block``, also of a block that has been detached since."""
-        if block.detached:
-            block.chunk.ref_cnt -= 1
-            self._free_if_unused(block)
-        else:
-            self.complete_load([block.meta.key])
+        """Undo one ``begin_reads`` or ``pin_block``, also of a block that has been detached since."""
+        self.complete_reads((block,))
 
     def complete_reads(self, blocks: Sequence[RamBlock]) -> None:
         """As ``complete_read`` for each of ``blocks``, in one step."""
-        attached = [block.meta.key for block in blocks if not block.detached]
-        if attached:
-            self.complete_load(attached)
-        if len(attached) < len(blocks):
-            for block in blocks:
-                if block.detached:
-                    self.complete_read(block)
+        mark_evictable = self._policy.mark_evictable
+        for block in blocks:
+            chunk = block.chunk
+            assert chunk.ref_cnt > 0, "a read is undone once"
+            chunk.ref_cnt = readers = chunk.ref_cnt - 1
+            if block.detached:
+                self._free_if_unused(block)
+            elif not readers:
+                self._num_evictable += 1
+                mark_evictable(block.meta.key)
+                self.evictable_bytes += self._size(block)
 
     def pin_block(self, block: RamBlock) -> None:
         """Read a readable block without it counting as an access."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from omlxd.policy.base import RequestContext
 from omlxd.storage.blocks import BlockMeta
 from omlxd.storage.owners import Owners, Reservation
+from omlxd.storage.requests import request
 from omlxd.storage.where import Where
 
 if TYPE_CHECKING:
@@ -81,13 +82,12 @@ class Reservations:
 
         Returns also the keys of the chain that are readable in RAM, and the request's context.
         """
-        ctx = RequestContext(f"store-{next(self._requests)}")
-        for index, key in enumerate(itertools.chain(ancestors, (meta.key for meta in metas))):
-            ctx.set_offload_key_position(key, (index + 1) * block_tokens)
+        chain = [*ancestors, *(meta.key for meta in metas)]
+        ctx = request(f"store-{next(self._requests)}", chain, block_tokens)
         deadline = self._clock() + timeout
         offer = Offer()
         wanted = self._sort(metas, offer)
-        held = [key for key in (*ancestors, *(meta.key for meta in metas)) if self._ram.is_ready(key)]
+        held = [key for key in chain if self._ram.is_ready(key)]
         while True:
             blocks = self._slots(owner, [meta for _, meta in wanted], held, ctx)
             if blocks is not None:

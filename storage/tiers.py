@@ -14,7 +14,6 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
-from omlxd.policy.base import RequestContext
 from omlxd.storage.blocks import BlockMeta
 from omlxd.storage.elastic import Elastic
 from omlxd.storage.figures import FAST_SECONDS, LONG_SECONDS, Histogram
@@ -26,6 +25,7 @@ from omlxd.storage.outer import Outer
 from omlxd.storage.owners import Owners, Seizure, UnknownId
 from omlxd.storage.ram import RamBlock, RamTier
 from omlxd.storage.readying import Readying
+from omlxd.storage.requests import request
 from omlxd.storage.reservations import Offer, Reservations, Reserved
 from omlxd.storage.restore import Restorer
 from omlxd.storage.spill import Spiller, SpillSettings
@@ -38,6 +38,8 @@ from omlxd.storage.where import Where
 __all__ = ["Load", "Offer", "Part", "Reserved", "Store", "StoreSettings", "UnknownId", "Where"]
 
 log = logging.getLogger(__name__)
+
+_MISS, _PENDING, _RAM = int(Where.MISS), int(Where.PENDING), int(Where.RAM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,20 +241,25 @@ class Store:
 
     def lookup(self, keys: Sequence[bytes], *, prefix: bool = False) -> bytes:
         """One byte of :class:`Where` for each key; with ``prefix`` it ends with the first miss."""
-        blocks = self.ram.blocks
+        get = self.ram.blocks.get
         tiers = [(lower.tier, int(lower.where)) for lower in self.lower]
-        found = bytearray()
+        found: list[int] = []
+        append = found.append
         for key in keys:
-            block = blocks.get(key)
-            if block is not None and not block.restoring:
-                found.append(2 if block.chunk.ref_cnt >= 0 else 1)
-                continue
+            block = get(key)
+            if block is not None:
+                if block.chunk.ref_cnt >= 0:
+                    append(_RAM)
+                    continue
+                if not block.restoring:
+                    append(_PENDING)
+                    continue
             for tier, code in tiers:
                 if key in tier:
-                    found.append(code)
+                    append(code)
                     break
             else:
-                found.append(0)
+                append(_MISS)
                 if prefix:
                     break
         return bytes(found)
@@ -316,9 +323,7 @@ class Store:
 
     def touch(self, keys: Sequence[bytes], *, block_tokens: int) -> None:
         """An engine used its own copy of these blocks (head to tail)."""
-        ctx = RequestContext("touch")
-        for index, key in enumerate(keys):
-            ctx.set_offload_key_position(key, (index + 1) * block_tokens)
+        ctx = request("touch", keys, block_tokens)
         self.ram.note_access(keys, ctx)
         self._leasing.note_use(keys, ctx)
 

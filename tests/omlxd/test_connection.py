@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import socket
 from collections.abc import Callable
@@ -62,6 +63,7 @@ def test_much_more_than_a_socket_buffer_arrives_in_order(runner: asyncio.Runner)
 def test_descriptors_come_with_their_bytes_and_are_closed_at_the_sender(runner: asyncio.Runner, tmp_path: Path) -> None:
     async def talk() -> None:
         one, two = map(End, socket.socketpair())
+        gc.collect()  # what earlier tests have left
         before = len(os.listdir("/proc/self/fd"))
         for index in range(3):
             file = tmp_path / str(index)
@@ -87,7 +89,10 @@ def test_a_peer_that_does_not_read_is_cut_off_at_the_bound(runner: asyncio.Runne
             end.connection.send(bytes(100_000))
         end.connection.send(b"late", [fd])
         assert end.connection.closed
+        assert not end.closed, "who sends is in the middle of something: it is told later"
+        await until(lambda: end.closed)
         assert "unread" in end.closed[0]
+        assert len(end.closed) == 1
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(fd)
         theirs.close()
