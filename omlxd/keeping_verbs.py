@@ -1,11 +1,12 @@
-"""What an operator can ask beyond looking and removing: pins, events, retirement, the configuration."""
+"""What an operator can ask beyond looking and removing: pins, events, recording, retirement, the configuration."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from omlxd.fields import Fields
-from omlxd.operator_verbs import named_namespaces
+from omlxd.followers import MAX_FOLLOWERS
+from omlxd.operator_verbs import chosen_ids, named_namespaces
 from omlxd.pins import MAX_TTL_SECONDS, chain_to
 from omlxd.protocol import Code, Message, RequestError
 from omlxd.verbs import verb
@@ -14,7 +15,8 @@ if TYPE_CHECKING:
     from omlxd.session import Session
 
 DEFAULT_TTL_SECONDS = 3_600.0
-MAX_SUBSCRIPTIONS = 64
+MAX_RECORDERS = 4
+MAX_RECORD_SECONDS = 366 * 86_400.0
 
 
 @verb("pin")
@@ -70,10 +72,20 @@ async def peek(session: Session, fields: Fields, request_id: int) -> Message:
 def subscribe(session: Session, fields: Fields, request_id: int) -> None:
     """Follow what is stored, removed and retired; the answer never ends."""
     subscriptions = session.server.subscriptions
-    if len(subscriptions) >= MAX_SUBSCRIPTIONS:
-        raise RequestError(Code.TOO_MANY, f"{MAX_SUBSCRIPTIONS} connections follow already; that is the most")
-    chosen = named_namespaces(session, fields) if "namespace" in fields else None
-    subscriptions.add(session, request_id, None if chosen is None else frozenset(info.id for info in chosen))
+    if len(subscriptions) >= MAX_FOLLOWERS:
+        raise RequestError(Code.TOO_MANY, f"{MAX_FOLLOWERS} connections follow already; that is the most")
+    subscriptions.add(session, request_id, chosen_ids(session, fields))
+
+
+@verb("record")
+def record(session: Session, fields: Fields, request_id: int) -> None:
+    """Follow what engines ask and store; the answer ends after ``seconds``, without it never."""
+    recorder = session.server.recorder
+    if len(recorder) >= MAX_RECORDERS:
+        raise RequestError(Code.TOO_MANY, f"{MAX_RECORDERS} connections record already; that is the most")
+    seconds = fields.number("seconds")
+    seconds = None if seconds is None else min(seconds, MAX_RECORD_SECONDS)
+    recorder.add(session, request_id, chosen_ids(session, fields), seconds=seconds)
 
 
 @verb("retire")

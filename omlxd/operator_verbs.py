@@ -29,7 +29,7 @@ def stats(session: Session, fields: Fields, request_id: int) -> Message:
 def list_blocks(session: Session, fields: Fields, request_id: int) -> Message:
     """Blocks of a namespace, tier or key prefix; ``limit`` bounds the answer, ``total`` says how many there are."""
     server = session.server
-    namespaces = _chosen(session, fields)
+    namespaces = chosen_ids(session, fields)
     tier = fields.choice("tier", ("any", "ram", "ssd"), "any")
     prefix = fields.text("prefix", "", longest=72)
     if any(c not in "0123456789abcdefABCDEF" for c in prefix):
@@ -96,7 +96,7 @@ async def remove(session: Session, fields: Fields, request_id: int) -> Message:
 @verb("clear")
 async def clear(session: Session, fields: Fields, request_id: int) -> Message:
     """Remove blocks: of one model or namespace, of retired ones, unused for ``older_than`` seconds, of one tier; else all."""
-    namespaces = _chosen(session, fields)
+    namespaces = chosen_ids(session, fields)
     tier = fields.choice("tier", ("all", "ram", "ssd"), "all")
     if fields.flag("retired"):
         retired = frozenset(info.id for info in session.server.namespaces if info.retired)
@@ -150,7 +150,7 @@ async def shutdown(session: Session, fields: Fields, request_id: int) -> None:
         session.more(request_id, {"dirty_bytes": left, "at": time.time()})
 
 
-def _chosen(session: Session, fields: Fields) -> frozenset[bytes] | None:
+def chosen_ids(session: Session, fields: Fields) -> frozenset[bytes] | None:
     """Ids of what ``namespace`` names; None where a request has none."""
     if "namespace" not in fields:
         return None

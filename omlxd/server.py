@@ -21,6 +21,7 @@ from omlxd.namespaces import NamespaceInfo, Namespaces
 from omlxd.peer import peer_of
 from omlxd.pins import Pins
 from omlxd.protocol import MAX_FRAME_BYTES, Code, ProtocolError, RequestError, ServerSide
+from omlxd.recorder import Recorder
 from omlxd.report import About, Reporter
 from omlxd.session import Session
 from omlxd.storage import upkeep
@@ -83,6 +84,7 @@ class Server:
         self.reporter = Reporter(self, about or About())
         self.pins = Pins(store)
         self.subscriptions = Subscriptions(store.journal)
+        self.recorder = Recorder()
         self.history = History(store.journal)
         self.live: Live | None = None
         self.models: ModelFolders | None = None
