@@ -20,8 +20,9 @@ from typing import cast
 
 import psutil
 
-from omlxd.config import Config, load_config
+from omlxd.config import Config
 from omlxd.config_problems import ConfigError
+from omlxd.config_sources import load_config
 from omlxd.errors import OmlxdError
 from omlxd.filesystems import disk_bytes, filesystem_of
 from omlxd.paths import MAX_SOCKET_BYTES

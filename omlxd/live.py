@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from omlxd.config import Config, load_config
+from omlxd.config import Config
 from omlxd.config_problems import ConfigError
+from omlxd.config_sources import load_config
 from omlxd.logs import set_level, start_logging
 from omlxd.storage.durations import parse_duration
 from omlxd.watching import Watcher, file_signature

@@ -54,10 +54,11 @@ class DaemonProcess:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The environment of the daemon, and of every program that is to find it."""
+        """The environment of the daemon, and of every program that is to find it; no setting of the shell's is in it."""
         ours = {f"OMLXD_{name.upper()}": value for name, value in self._settings.items()}
         path = os.pathsep.join([str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        return {**os.environ, **ours, "OMLXD_SOCKET": str(self.socket), "PYTHONPATH": path}
+        theirs = {name: value for name, value in os.environ.items() if not name.startswith("OMLXD_")}
+        return {**theirs, **ours, "OMLXD_SOCKET": str(self.socket), "PYTHONPATH": path}
 
     def start(self) -> None:
         """Start it and wait until it takes connections. Raises :class:`DaemonFailedError`."""

@@ -144,7 +144,7 @@ def reload(common: Common, as_json: bool) -> None:
 @pass_common
 def init(common: Common, force: bool, to_stdout: bool) -> None:
     """Write a configuration file with every setting, commented out."""
-    from omlxd.config import example
+    from omlxd.config_example import example
 
     if to_stdout:
         click.echo(example(), nl=False)

@@ -61,7 +61,7 @@ class Common:
 
     def config(self, flags: dict[str, object] | None = None) -> Config:
         """The configuration as the daemon would read it here. Raises ConfigError."""
-        from omlxd.config import load_config
+        from omlxd.config_sources import load_config
 
         self._require_file()
         return load_config(self.config_file, os.environ, {"daemon.socket": self.socket_option, **(flags or {})})

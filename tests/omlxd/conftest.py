@@ -1,11 +1,19 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.omlxd.configured import ConfiguredDaemon
+
+
+@pytest.fixture(autouse=True)
+def no_settings_of_the_developer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the shell of whoever runs the tests has set is no business of theirs."""
+    for name in [name for name in os.environ if name.startswith("OMLXD_")]:
+        monkeypatch.delenv(name)
 
 
 @pytest.fixture

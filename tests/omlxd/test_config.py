@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from omlxd.config import GIB, auto_ram, auto_ssd, example, known_keys, load_config
+from omlxd.config import GIB, auto_ram, auto_ssd, known_keys
+from omlxd.config_example import example
 from omlxd.config_problems import ConfigError
+from omlxd.config_sources import load_config
 
 
 def write(tmp_path: Path, text: str) -> Path:

@@ -10,7 +10,8 @@ import pytest
 
 from omlxd.cli.context import Exit
 from omlxd.cli.root import MODULES
-from omlxd.config import NamespaceRules, known_keys, load_config
+from omlxd.config import NamespaceRules, known_keys
+from omlxd.config_sources import load_config
 from omlxd.live import applier_of
 from omlxd.metrics import prometheus_text
 from tests.omlxd.stats_examples import example

@@ -9,7 +9,7 @@ import socket
 import urllib.request
 from pathlib import Path
 
-from omlxd.config import load_config
+from omlxd.config_sources import load_config
 from omlxd.filesystems import disk_bytes
 from omlxd.live import APPLIERS, applier_of, changes
 from tests.omlxd.configured import ConfiguredDaemon, fill, stats_of, wait_for
