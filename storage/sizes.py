@@ -74,6 +74,37 @@ def parse_size(text: str | int, *, total: int | None = None, auto: int | None = 
     return _within_range(text, nbytes)
 
 
+BLOCKS_ALLOWED = (
+    "a number of blocks (5000), a percentage of the different blocks (5%), or bytes with a unit (8GiB, 500MB), for which "
+    "it must be known how large a block is"
+)
+"""What a number of blocks may look like; part of every error."""
+
+
+def parse_blocks(text: str, *, distinct: int, block_bytes: int | None) -> int:
+    """Return ``text`` as a number of blocks, at least 1.
+
+    ``distinct`` is what a percentage is a percentage of; ``block_bytes`` is what a block takes, None where that is not
+    known. Raises ``ValueError`` that names the value, what is wrong with it and what is allowed.
+    """
+    stripped = text.strip()
+    match = _SIZE.fullmatch(stripped)
+    if match is None or len(stripped) > _LONGEST:
+        raise _no_blocks(text, "not a size")
+    unit = match["unit"].lower()
+    try:
+        number = parse_size(stripped, total=distinct)
+    except ValueError as error:
+        raise _no_blocks(text, str(error).split(": ", 1)[1].split(". Allowed")[0]) from None
+    if unit not in ("", "%"):
+        if block_bytes is None:
+            raise _no_blocks(text, "bytes, and how many a block has is not known: give --block-bytes")
+        number //= block_bytes
+    if number < 1:
+        raise _no_blocks(text, "less than one block")
+    return number
+
+
 def format_size(nbytes: int) -> str:
     """Return ``nbytes`` for people: ``8.0 GiB``, ``512 B``; binary units, as ``parse_size`` reads."""
     if nbytes < 0:
@@ -89,6 +120,10 @@ def format_size(nbytes: int) -> str:
         if tenths < 10240:
             break
     return f"{tenths // 10}.{tenths % 10} {unit}"
+
+
+def _no_blocks(text: str, why: str) -> ValueError:
+    return ValueError(f"size {text!r}: {why}. Allowed: {BLOCKS_ALLOWED}.")
 
 
 def _share(text: str, percent: Fraction, total: int | None) -> int:

@@ -48,6 +48,11 @@ SECTIONS: dict[str, dict[str, str]] = {
         "export": "ssd",
         "import": "ssd",
     },
+    "Trying policies and sizes": {
+        "record": "recording",
+        "replay": "replaying",
+        "advise": "advising",
+    },
     "More": {
         "completion": "completion",
     },

@@ -1,0 +1,124 @@
+"""What `omlxd replay` and `omlxd advise` share: reading a trace, replaying with a bar, plots."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import click
+
+from omlxd.cli.context import Exit, console, fail, hint
+from omlxd.lab.grid import Tell, replay_all
+from omlxd.lab.outcomes import Outcome, Setup
+from omlxd.lab.plot import FORMATS, missing
+from omlxd.lab.traces import Trace, TraceError, read_trace
+from omlxd.storage.sizes import parse_blocks
+
+if TYPE_CHECKING:
+    from omlxd.lab.plot import Axis
+
+F = TypeVar("F", bound=Callable[..., object])
+
+
+def trace_argument(command: F) -> F:
+    """The file."""
+    path = click.Path(exists=True, dir_okay=False, readable=True, path_type=Path)
+    return click.argument("trace", metavar="TRACE", type=path)(command)
+
+
+def plot_option(command: F) -> F:
+    """`--plot FILE`."""
+    return click.option(
+        "--plot",
+        type=click.Path(dir_okay=False, path_type=Path),
+        metavar="FILE",
+        callback=_can_be_plotted,
+        help=f"Draw the curves into this file ({', '.join(FORMATS)}).",
+    )(command)
+
+
+def _can_be_plotted(ctx: click.Context, param: click.Parameter, file: Path | None) -> Path | None:
+    """Refuse at once what would be refused after all the work."""
+    if file is None:
+        return None
+    if file.suffix.lower() not in FORMATS:
+        raise click.BadParameter(f"{str(file)!r} must end in {', '.join(FORMATS)}")
+    if why := missing():
+        fail(why)
+    target = file if file.exists() else file.absolute().parent
+    if not os.access(target, os.W_OK):
+        fail(f"{file} cannot be written: {'there is no such folder' if not target.exists() else 'permission denied'}")
+    return file
+
+
+def read(path: Path) -> Trace:
+    """The trace; ends the command with what is wrong with it."""
+    try:
+        trace = read_trace(path)
+    except TraceError as error:
+        fail(str(error))
+    except OSError as error:
+        fail(f"{path} cannot be read: {error.strerror or error}")
+    if trace.cut:
+        hint(f"{path}: its last line is cut off, and left out")
+    if isinstance(lost := (trace.end or {}).get("lost"), int) and lost:
+        hint(f"{path}: {lost:,} events were lost while it was recorded")
+    return trace
+
+
+def blocks_of(text: str, option: str, distinct: int, block_bytes: int | None) -> int:
+    """A size as a number of blocks; a usage error where it is none."""
+    try:
+        return parse_blocks(text, distinct=distinct, block_bytes=block_bytes)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint=option) from None
+
+
+def replay_with_bar(trace: Trace, path: Path, setups: Sequence[Setup], *, quiet: bool) -> list[Outcome]:
+    """All replays; with a bar where somebody watches."""
+    try:
+        with _bar(len(trace.requests), len(setups), quiet=quiet) as tell:
+            return replay_all(trace, path, setups, tell)
+    except BrokenProcessPool:
+        fail("a process that replayed was ended from outside; is there enough memory?")
+
+
+@contextmanager
+def _bar(requests: int, replays: int, *, quiet: bool) -> Iterator[Tell]:
+    terminal = console(stderr=True)
+    if quiet or not terminal.is_terminal:
+        yield lambda number, done: None
+        return
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TimeRemainingColumn(),
+    )
+    done_of: dict[int, int] = {}
+    with Progress(*columns, console=terminal, transient=True) as progress:
+        task = progress.add_task("replaying", total=requests * replays)
+
+        def tell(number: int, done: int) -> None:
+            done_of[number] = done
+            whole = sum(count >= requests for count in done_of.values())
+            progress.update(task, completed=sum(done_of.values()), description=f"replaying ({whole} of {replays})")
+
+        yield tell
+
+
+def draw(file: Path, title: str, axis: Axis, curves: dict[str, Sequence[float]], label: str) -> None:
+    """Write the picture; ends the command where that cannot be."""
+    from omlxd.lab import plot
+
+    try:
+        plot.draw(file, title, axis, curves, label=label)
+    except OSError as error:
+        fail(f"{file} cannot be written: {error.strerror or error}", Exit.FAILED)
+    hint(f"drawn into {file}")
