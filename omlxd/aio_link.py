@@ -189,7 +189,7 @@ class AsyncLink:
 
     def _let_go(self) -> None:
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._connection.close, "let go")
+            self._loop.call_soon_threadsafe(self._connection.let_go)
 
     def _die(self, reason: str) -> None:
         if self.dead is None:
@@ -213,7 +213,9 @@ class AsyncLink:
         self.holding.take(answer, self._fds.popleft)
         if answer.id is None:
             if answer.kind == "err":
-                self._die(f"the daemon ended the connection: {answer.body.get('message')}")
+                reason = f"the daemon ended the connection: {answer.body.get('message')}"
+                self.holding.cut_off(reason)
+                self._die(reason)
             return
         call = self._calls.get(answer.id)
         if call is None:

@@ -7,6 +7,8 @@ asyncio's streams can't send descriptors, so the daemon and the asyncio client u
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import select
 import socket
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -19,6 +21,9 @@ class Connection:
 
     ``on_data(data, fds)`` is called for what arrives (``data`` is only valid during the call), ``on_close(reason)`` once at
     the end, both on the loop's thread, and neither inside :meth:`send`.
+    When it is closed, by whichever side, the peer sees the end of what is sent; the socket itself stays open until
+    :meth:`let_go`, since its closing says more than that: who closes it does not use the other's memory any more.
+
     What can't be sent at once is queued up to ``max_queued`` bytes; a peer that reads slower than that is cut off, so a
     sleeping client can't eat the daemon's memory.
     """
@@ -114,17 +119,31 @@ class Connection:
             self._loop.remove_reader(self._fd)
 
     def close(self, reason: str) -> None:
-        """Close at once; what was queued is dropped."""
+        """Talk no more; what was queued is dropped."""
         if not self.closed:
-            self._let_go()
+            self._end()
             self._on_close(reason)
+
+    def let_go(self) -> None:
+        """Close the socket, and the connection with it. May be called again."""
+        self.close("let go")
+        self._sock.close()
+
+    @property
+    def peer_has_let_go(self) -> bool:
+        """Has the peer closed its socket, or died?"""
+        if self._sock.fileno() < 0:
+            return True
+        poll = select.poll()
+        poll.register(self._sock, 0)  # what is said without being asked for
+        return bool(poll.poll(0))
 
     def _fail(self, reason: str) -> None:
         """It cannot be sent to any more. Told a step later: who sends is in the middle of something."""
-        self._let_go()
+        self._end()
         self._loop.call_soon(self._on_close, reason)
 
-    def _let_go(self) -> None:
+    def _end(self) -> None:
         self.closed = True
         if self._reading:
             self._loop.remove_reader(self._fd)
@@ -134,7 +153,8 @@ class Connection:
             close_all(fds)
         self._queue.clear()
         self._queued = 0
-        self._sock.close()
+        with contextlib.suppress(OSError):  # the peer has gone
+            self._sock.shutdown(socket.SHUT_WR)
 
     def _readable(self) -> None:
         self._take_in()

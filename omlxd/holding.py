@@ -1,7 +1,8 @@
 """What a connection holds in the daemon's memory: mapped segments, leases, slots being written; and whether that still counts.
 
 Closing the socket tells the daemon that this process is done with its memory. So it stays open, whatever went wrong
-with the conversation, until the last lease is given back and the last slot is written.
+with the conversation, until the last lease is given back and the last slot is written; also when the daemon has ended
+the conversation, which waits for just that before it gives the memory to others.
 """
 
 from __future__ import annotations
@@ -80,6 +81,7 @@ class Holding:
     def cut_off(self, reason: str) -> None:
         """The daemon has closed the connection, or has died."""
         self._cut = self._cut or reason
+        self._go_if_done()
 
     def leave(self, reason: str = "") -> None:
         """The link is of no use any more: close it as soon as nothing is held through it.
@@ -147,11 +149,11 @@ class Holding:
 
     def _go_if_done(self) -> None:
         """Both calls below may be made twice, by two threads at once."""
+        if self._leases or self._lingering or self._writers:
+            return
+        if self._leaving or self._cut is not None:
+            self._let_go()
         if self._leaving:
-            held = bool(self._leases or self._lingering or self._writers)
-            if not held or self._cut is not None:
-                self._let_go()
-            if not held:
-                self.segments.close()
-                if self._daemon is not None:
-                    self._daemon.close()
+            self.segments.close()
+            if self._daemon is not None:
+                self._daemon.close()

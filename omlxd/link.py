@@ -29,6 +29,9 @@ CALL_SECONDS = 5.0
 NEWCOMER_SECONDS = 0.005
 """How often a daemon whose queue of newcomers is full is tried."""
 
+ENDED: int = getattr(select, "POLLRDHUP", 0)
+"""What a poll says of a peer that sends no more."""
+
 FRESH_SECONDS = 0.02
 """A daemon that has said something so lately is taken to be there: none ends and starts again that fast."""
 
@@ -106,7 +109,7 @@ class Link:
         self._poll_in = select.poll()
         self._poll_in.register(self._sock, select.POLLIN)
         self._poll_out = select.poll()
-        self._poll_out.register(self._sock, select.POLLOUT)
+        self._poll_out.register(self._sock, select.POLLOUT | ENDED)
         forgotten_in_children().add(self)
         self._hello = self.begin("hello", greeting(name), timeout)
 
@@ -292,9 +295,14 @@ class Link:
             try:
                 view = view[self._sock.send(view) :]
             except (BlockingIOError, InterruptedError):
-                if not self._poll_out.poll(max(0.0, deadline - time.monotonic()) * 1e3):
+                ready = self._poll_out.poll(max(0.0, deadline - time.monotonic()) * 1e3)
+                if not ready:
                     self._mute = len(view) < len(frame)
                     self._fail(f"the daemon at {self.path} takes no data", hung=True)
+                if ready[0][1] & ENDED:
+                    self._mute = len(view) < len(frame)
+                    self._look()  # it may have said why
+                    self._fail(f"the daemon at {self.path} has ended the connection")
             except OSError as error:
                 self._look()  # it may have said why
                 if self._dead is not None:
@@ -342,6 +350,7 @@ class Link:
         if answer.id is None:
             if answer.kind == "err" and self._dead is None:
                 self._dead = f"the daemon ended the connection: {answer.body.get('message')}"
+                self.holding.cut_off(self._dead)
             return
         call = self._calls.get(answer.id)
         if call is None:

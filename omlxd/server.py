@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+VANISHED_SECONDS = 0.1
+"""How often it is looked whether a client that was cut off still uses memory."""
+
 ACCEPT_AGAIN_SECONDS = 1.0
 """How long newcomers wait when the system gives no descriptor for one."""
 
@@ -192,14 +195,35 @@ class Server:
         self.sessions.pop(session.number, None)
         log.log(logging.DEBUG if session.is_ours else logging.INFO, "%s has gone: %s", session, reason)
         # The process may live on with the memory mapped. One that hung up by itself does not read there any more; whether
-        # it writes is not taken on trust.
+        # it writes is not taken on trust for a while. One that was cut off may not even know: it may have been stopped in
+        # the middle of writing, and go on at any time.
         process = ProcessWatch(session.peer.pid)
         lives = not process.ended()
-        give_back = self.store.owner_gone(session, may_still_write=lives, may_still_read=lives and not session.hung_up)
+        give_back = self.store.owner_gone(
+            session,
+            may_still_write=lives,
+            may_still_read=lives and not session.hung_up,
+            seconds=self.store.settings.seize_seconds if session.hung_up else None,
+        )
+        if session.hung_up or give_back is None:
+            session.let_go()
         if give_back is None:
             process.close()
-        else:
+        elif session.hung_up:
             process.call_when_ended(asyncio.get_running_loop(), give_back, self.store.settings.seize_seconds)
+        else:
+            log.warning("what %s was using is kept from others until it has closed its socket or ended", session)
+            self._give_back_when_done(session, process, give_back)
+
+    def _give_back_when_done(self, session: Session, process: ProcessWatch, give_back: Callable[[], None]) -> None:
+        if process.ended() or session.uses_nothing:
+            process.close()
+            session.let_go()
+            give_back()
+        else:
+            asyncio.get_running_loop().call_later(
+                VANISHED_SECONDS, self._give_back_when_done, session, process, give_back
+            )
 
     def _accept(self, listening: socket.socket) -> None:
         for _ in range(16):

@@ -118,6 +118,15 @@ class Session:
         else:
             self._connection.finish(self._protocol.farewell(ProtocolError(code, reason)), reason)
 
+    def let_go(self) -> None:
+        """The client is of no interest any more."""
+        self._connection.let_go()
+
+    @property
+    def uses_nothing(self) -> bool:
+        """Has the client closed its socket, and so said that it does not use the daemon's memory any more?"""
+        return self._connection.peer_has_let_go
+
     @property
     def hung_up(self) -> bool:
         """Has the client ended the connection, rather than the daemon? It then does not use the memory any more."""

@@ -126,17 +126,18 @@ class Seizure:
     """Memory of an owner that was lost sight of while its process may still use it.
 
     Nobody else gets it until :meth:`free` is called (the process has gone, or says that it is done), at the latest
-    ``seconds`` later.
+    ``seconds`` later where there is such a limit.
     """
 
-    def __init__(self, seconds: float, blocks: int, give_back: Callable[[], None]) -> None:
+    def __init__(self, seconds: float | None, blocks: int, give_back: Callable[[], None]) -> None:
         self.blocks = blocks
         self._give_back: Callable[[], None] | None = give_back
-        self._timer = asyncio.get_running_loop().call_later(seconds, self.free)
+        self._timer = None if seconds is None else asyncio.get_running_loop().call_later(seconds, self.free)
 
     def free(self) -> None:
         """Give the memory back. A second call does nothing."""
-        self._timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         give_back, self._give_back = self._give_back, None
         if give_back is not None:
             give_back()

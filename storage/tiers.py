@@ -54,7 +54,7 @@ class StoreSettings:
     max_reserved_bytes: int = 1 << 30
     """Payload bytes that one owner may have reserved at once."""
     seize_seconds: float = 30.0
-    """How long memory that a vanished owner could still be using is kept from others, while its process lives."""
+    """How long memory is kept from others that a vanished owner has said it does not use, or that an operator took back."""
     reserve_seconds: float = 60.0
     """How long a reserved slot may stay unwritten before others may store the block."""
 
@@ -403,13 +403,18 @@ class Store:
     # -- what ends
 
     def owner_gone(
-        self, owner: Hashable, *, may_still_write: bool, may_still_read: bool = False
+        self,
+        owner: Hashable,
+        *,
+        may_still_write: bool,
+        may_still_read: bool = False,
+        seconds: float | None = None,
     ) -> Callable[[], None] | None:
         """Release all that ``owner`` held.
 
         ``may_still_write``, ``may_still_read``: its process may live on and have the memory mapped. Slots that it was
-        writing, and blocks that it was reading, are then kept from others for ``seize_seconds``, or until what is returned
-        is called; None when nothing is kept.
+        writing, and blocks that it was reading, are then kept from others until what is returned is called, or for at most
+        ``seconds``; None is returned when nothing is kept.
         """
         state = self._owners.pop(owner)
         if state is None or self._closed:
@@ -430,9 +435,9 @@ class Store:
                 kept.append(block)
             self._complete(block, success=False)
         self.progress()
-        return self._seize(leases, kept) if leases or kept else None
+        return self._seize(leases, kept, seconds) if leases or kept else None
 
-    def _seize(self, leases: list[Load], written: list[RamBlock]) -> Callable[[], None]:
+    def _seize(self, leases: list[Load], written: list[RamBlock], seconds: float | None) -> Callable[[], None]:
         def give_back() -> None:
             self._seizures.discard(seizure)
             for load in leases:
@@ -442,7 +447,7 @@ class Store:
             self.progress()
 
         blocks = len(written) + sum(len(load.blocks) for load in leases)
-        seizure = Seizure(self.settings.seize_seconds, blocks, give_back)
+        seizure = Seizure(seconds, blocks, give_back)
         self._seizures.add(seizure)
         return seizure.free
 

@@ -162,9 +162,9 @@ def test_memory_of_an_owner_that_may_still_use_it_is_kept_until_told() -> None:
 
 def test_kept_memory_goes_back_when_the_time_is_over() -> None:
     async def work() -> None:
-        async with a_store(pages=8, seize_seconds=0.05) as (store, _):
+        async with a_store(pages=8) as (store, _):
             await stored(store, "lost", keys_of("b", 8))
-            assert store.owner_gone("lost", may_still_write=True) is not None
+            assert store.owner_gone("lost", may_still_write=True, seconds=0.05) is not None
             assert store.held()["seized_blocks"] == 8
             async with asyncio.timeout(10):
                 while store.held()["seized_blocks"]:
