@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from omlxd.fields import Fields
 from omlxd.operations import MISS, PENDING, RAM, REMOTE, SSD
 from omlxd.protocol import Message
-from omlxd.storage.journal import Described
+from omlxd.storage.blocks import Described
 from omlxd.verbs import verb
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ together, in order).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 HASH_BYTES = 32
 GROUP_BYTES = 4
@@ -32,6 +33,21 @@ def split_key(key: bytes) -> tuple[bytes, int]:
     if len(key) != KEY_BYTES:
         raise ValueError(f"a block key has {KEY_BYTES} bytes, this one has {len(key)}")
     return bytes(key[:HASH_BYTES]), int.from_bytes(key[HASH_BYTES:], "big")
+
+
+class Described(Protocol):
+    """A block, in whatever tier."""
+
+    @property
+    def key(self) -> bytes: ...  # noqa: D102
+    @property
+    def namespace(self) -> bytes: ...  # noqa: D102
+    @property
+    def nbytes(self) -> int: ...  # noqa: D102
+    @property
+    def parent(self) -> bytes | None: ...  # noqa: D102
+    @property
+    def position(self) -> int: ...  # noqa: D102
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,25 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
+
+from omlxd.storage.blocks import Described
 
 Event = Literal["stored", "spilled", "removed"]
 Tier = Literal["ram", "ssd"]
-
-
-class Described(Protocol):
-    """A block of either tier."""
-
-    @property
-    def key(self) -> bytes: ...  # noqa: D102
-    @property
-    def namespace(self) -> bytes: ...  # noqa: D102
-    @property
-    def nbytes(self) -> int: ...  # noqa: D102
-    @property
-    def parent(self) -> bytes | None: ...  # noqa: D102
-    @property
-    def position(self) -> int: ...  # noqa: D102
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from omlxd.storage.remote_server import Patience, Server
 from omlxd.storage.remote_settings import RemoteSettings
 from omlxd.storage.remote_transfer import LinkRate, fetch, write
 from omlxd.storage.remote_writer import Allowance, WriteQueue, block_tokens_of
-from omlxd.storage.tier import Damaged, Described, Missing, Payload, TierHost, Trouble
+from omlxd.storage.tier import Damaged, Held, Missing, Payload, TierHost, Trouble
 
 log = logging.getLogger(__name__)
 
@@ -186,7 +186,7 @@ class RemoteTier:
         self._pinned[key] = (header, node)
         return True
 
-    def unpin(self, entry: Described) -> None:
+    def unpin(self, entry: Held) -> None:
         """Loop. See ``LowerTier``."""
         self._pinned.pop(entry.key, None)
 

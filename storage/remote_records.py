@@ -31,7 +31,7 @@ class Stranger(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A block on the server. Satisfies ``tier.Described``."""
+    """A block on the server. Satisfies ``tier.Held``."""
 
     key: bytes
     namespace: bytes

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar, runtime_checkable
 
 from omlxd.policy.base import RequestContext
-from omlxd.storage.blocks import BlockMeta
+from omlxd.storage.blocks import BlockMeta, Described
 
 
 class TierError(Exception):
@@ -48,24 +48,14 @@ class Trouble(Missing):
         self.reason = reason
 
 
-class Described(Protocol):
+class Held(Described, Protocol):
     """What a tier says of a block that it has; as ``BlockMeta``."""
 
-    @property
-    def key(self) -> bytes: ...  # noqa: D102
-    @property
-    def namespace(self) -> bytes: ...  # noqa: D102
-    @property
-    def nbytes(self) -> int: ...  # noqa: D102
-    @property
-    def parent(self) -> bytes | None: ...  # noqa: D102
-    @property
-    def position(self) -> int: ...  # noqa: D102
     @property
     def layout(self) -> bytes | None: ...  # noqa: D102
 
 
-E = TypeVar("E", bound=Described)
+E = TypeVar("E", bound=Held)
 
 
 class LowerTier(Protocol[E]):
@@ -122,7 +112,7 @@ class TierHost:
 
 
 @runtime_checkable
-class OuterTier(LowerTier[Described], Protocol):
+class OuterTier(LowerTier[Held], Protocol):
     """A tier that is asked for what it has, and that fills itself: it is offered blocks and takes those it wants."""
 
     @property

@@ -9,7 +9,7 @@ import msgpack
 
 from omlxd.policy.base import RequestContext
 from omlxd.storage.blocks import BlockMeta
-from omlxd.storage.tier import Described, Missing, TierHost
+from omlxd.storage.tier import Held, Missing, TierHost
 
 
 class FileTier:
@@ -45,7 +45,7 @@ class FileTier:
     def pin(self, key: bytes) -> bool:
         return key in self._known
 
-    def unpin(self, entry: Described) -> None: ...
+    def unpin(self, entry: Held) -> None: ...
 
     def read_ahead(self, keys: Sequence[bytes]) -> None: ...
 
