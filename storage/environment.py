@@ -9,52 +9,51 @@
 | ``quarantine`` | 8-byte number | what was damaged, when, how |
 | ``meta`` | name | format version, counters, clean mark |
 
-**Payloads are read by ``preadv``, not through LMDB's map.** A value in pages of its own never moves
-while it exists, so its place in the file is all that a transaction is needed for: it is taken from
-the address that LMDB returns, without touching it. The read itself then needs no transaction (none
-stays open however slow the disk is, so none keeps pages from being reused), goes straight into the
-slot with the GIL released, and a disk that fails gives an error where the map would give SIGBUS.
-What remains mapped is the trees' own pages; before they are used, the file is checked to be still
-as long as its header says (``check``). What that cannot cover is in docs/ssd.md.
+**LMDB writes; what is read is read past it**, by ``pread``: the trees by ``ssd_tree``, which believes nothing that it finds,
+payloads straight into the slot. A value in pages of its own never moves while it exists, so its place in the file is all
+that a transaction is needed for: none stays open however slow the disk is, none keeps pages from being reused. A disk that
+fails gives an error where LMDB's map would give SIGBUS, a torn page ``Damaged`` where LMDB would follow it anywhere.
+
+LMDB itself walks its trees on the writer's thread alone, and only trees that were gone through (``ssd_structure``): when the
+file is opened, and again whenever somebody else has changed the file since this process last did, which its change time
+tells (``begin_write``). What that cannot cover is in docs/ssd.md.
 
 Threads: everything here runs on worker threads. One writer at a time; readers at any time.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
+import logging
 import os
 import shutil
-import struct
-from collections.abc import Callable, Iterator
+import stat
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import lmdb
 import msgpack
-import numpy as np
 
 from omlxd.storage.ssd_errors import Damaged, DiskTrouble, StoreBroken
 from omlxd.storage.ssd_gate import Gate
-from omlxd.storage.ssd_pages import BadFile, FileHeader, read_header
+from omlxd.storage.ssd_pages import BadFile, FileHeader, Tree, read_header
+from omlxd.storage.ssd_structure import check_structure
+from omlxd.storage.ssd_tree import Extent, Snapshot
 
 DATA_NAME = "data.mdb"
 COPY_NAME = "copy"
 FORMAT_VERSION = 1
 PIECE_PAGE_BYTES = 256 * 1024
 """File bytes that a whole piece takes (it fills its pages to the last byte)."""
-MOST_FREE_TO_LOOK_AT = 1 << 16
-"""Free pages; with more of them runs are long enough anyway, and to list them would take long."""
 REMOVAL_BYTES = 2 << 20
-KEPT_FREE_BYTES = 512 << 10
 SMALL_PIECE_PAGE_BYTES = 64 * 1024
-B = TypeVar("B", bytes, memoryview)
-
 SMALL_STORE = 64 << 20
 """Below this map size pieces are small: their runs of free pages must be found among few pages."""
+
+log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     Database: TypeAlias = lmdb._Database
@@ -62,17 +61,25 @@ if TYPE_CHECKING:
 Durability = Literal["commit", "interval", "none"]
 DURABILITIES: tuple[Durability, ...] = ("commit", "interval", "none")
 
-_PIECE = struct.Struct(">I")
-_VALUES_IN_ONE_READ = 256  # well below every system's IOV_MAX (1024), two entries a value
+DATABASES = (b"meta", b"blocks", b"pieces", b"recency", b"namespaces", b"quarantine")
 
 
 class Environment:
     """One open LMDB environment. See the module's text for threads and for how payloads are read."""
 
     def __init__(
-        self, path: Path, *, map_bytes: int, durability: Durability = "commit", readonly: bool = False
+        self,
+        path: Path,
+        *,
+        map_bytes: int,
+        durability: Durability = "commit",
+        readonly: bool = False,
+        thorough: bool = False,
     ) -> None:
-        """Open or create. Raises ``StoreBroken`` for what is not in order, ``OSError`` for the disk."""
+        """Open or create. ``thorough``: check the head of each value too, see ``check_structure``.
+
+        Raises ``StoreBroken`` for what is not in order, ``OSError`` for the disk.
+        """
         self.path = path
         self.readonly = readonly
         self.durability = durability
@@ -82,18 +89,20 @@ class Environment:
         self.descriptor = -1
         self.map_gate = Gate()  # who is alone may change the map
         self.file_gate = Gate()  # who is alone may close the file
-        self._begin(map_bytes)
+        self._begin(map_bytes, thorough)
 
-    def _begin(self, map_bytes: int) -> None:
+    def _begin(self, map_bytes: int, thorough: bool = False) -> None:
         path, readonly = self.path, self.readonly
-        self._env = self._open(map_bytes)
+        self._env = self._open(self._checked(map_bytes, thorough))
         try:
-            self.descriptor = os.open(path / DATA_NAME, (os.O_RDONLY if readonly else os.O_RDWR) | os.O_CLOEXEC)
+            self.descriptor = _open_data(path, os.O_RDONLY if readonly else os.O_RDWR)
             self.map_bytes: int = self._env.info()["map_size"]
             self.device = os.fstat(self.descriptor).st_dev
             self.refresh_header()
+            self._latest: Reading | None = None
             self._open_databases()
-            self.base = self._find_base()
+            self.refresh_header()
+            self._stamp = self._change_stamp()
         except BadFile as error:
             self._abandon()
             raise StoreBroken(path, str(error)) from error
@@ -104,21 +113,34 @@ class Environment:
             self._abandon()
             raise
 
-    def _open(self, map_bytes: int) -> lmdb.Environment:
+    def _checked(self, map_bytes: int, thorough: bool) -> int:
+        """Make sure that LMDB can follow what is in the file, if there is one; returns how long the map must be."""
         data = self.path / DATA_NAME
-        if data.exists() and not data.is_file():
-            raise StoreBroken(self.path, f"{data} is not a file")
-        if data.exists() and data.stat().st_size:
-            descriptor = os.open(data, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            descriptor = _open_data(self.path, os.O_RDONLY if self.readonly else os.O_RDWR)
+        except FileNotFoundError:
+            return map_bytes
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise StoreBroken(self.path, f"{data} is not a file")
+            if not status.st_size:
+                return map_bytes
+            header = read_header(descriptor)
             try:
-                header = read_header(descriptor)
-                if os.fstat(descriptor).st_size < header.needed_bytes:
-                    raise BadFile(f"the file is shorter than the {header.needed_bytes} bytes that it says it has")
+                check_structure(descriptor, header, thorough=thorough)
             except BadFile as error:
-                raise StoreBroken(self.path, str(error)) from error
-            finally:
-                os.close(descriptor)
-            map_bytes = max(map_bytes, header.needed_bytes)
+                raise BadFile(f"its structure is damaged: {error}") from error
+            if status.st_size < header.needed_bytes and not self.readonly:
+                # All that is in use is there. A kill came between a commit and ``_lengthen``.
+                os.ftruncate(descriptor, header.needed_bytes)
+        except BadFile as error:
+            raise StoreBroken(self.path, str(error)) from error
+        finally:
+            os.close(descriptor)
+        return max(map_bytes, header.needed_bytes)
+
+    def _open(self, map_bytes: int) -> lmdb.Environment:
         try:
             return lmdb.Environment(
                 str(self.path),
@@ -168,25 +190,9 @@ class Environment:
             found = txn.get(b"format", db=self.meta)
         if found != _format():
             raise StoreBroken(self.path, f"it has another format than version {FORMAT_VERSION}")
-        self.blocks = self._env.open_db(b"blocks", create=create)
-        self.pieces = self._env.open_db(b"pieces", create=create)
-        self.recency = self._env.open_db(b"recency", create=create)
-        self.namespaces = self._env.open_db(b"namespaces", create=create)
-        self.quarantine = self._env.open_db(b"quarantine", create=create)
-        self.databases = (self.meta, self.blocks, self.pieces, self.recency, self.namespaces, self.quarantine)
-
-    def _find_base(self) -> int:
-        """The address at which the file is mapped, from a tree's page: each page begins with its number."""
-        page_bytes = self.header.page_bytes
-        with self._env.begin(buffers=True) as txn:
-            value = txn.get(b"format", db=self.meta)
-            assert value is not None
-            page = address_of(value) & ~(page_bytes - 1)
-            head = ctypes.string_at(page, page_bytes)
-        number = int.from_bytes(head[:8], "little" if struct.pack("=H", 1)[0] else "big")
-        if os.pread(self.descriptor, page_bytes, number * page_bytes) != head:
-            raise StoreBroken(self.path, "its file and its memory map differ")
-        return page - number * page_bytes
+        handles = [self._env.open_db(name, create=create) for name in DATABASES]
+        self.meta, self.blocks, self.pieces, self.recency, self.namespaces, self.quarantine = handles
+        self.names = dict(zip(handles, DATABASES, strict=True))
 
     # -- the file -----------------------------------------------------------------------------
 
@@ -216,8 +222,8 @@ class Environment:
         headers = len(self.piece_sizes) * self.header.header_bytes
         return whole * (self.piece_page_bytes // page_bytes) + (-(-(rest + headers) // page_bytes) if rest else 0)
 
-    def check(self) -> None:
-        """Make sure that the file can be touched. Raises ``DiskTrouble`` when it is gone or cut."""
+    def check(self) -> FileHeader:
+        """Make sure that the file can be touched; returns its header. Raises ``DiskTrouble`` when it is gone or cut."""
         try:
             status = os.fstat(self.descriptor)
             header = read_header(self.descriptor)
@@ -225,10 +231,43 @@ class Environment:
             raise DiskTrouble("gone", f"{self.path / DATA_NAME} was overwritten: {error}") from error
         except OSError as error:
             raise trouble(error) from error
-        if status.st_size < header.needed_bytes or status.st_size < self.header.needed_bytes:
+        # Longer than at the last commit it may not be yet: ``_lengthen`` comes after the meta page.
+        if status.st_size < self.header.needed_bytes:
             raise DiskTrouble("gone", f"{self.path / DATA_NAME} was cut to {status.st_size} bytes")
         if status.st_nlink == 0:
             raise DiskTrouble("gone", f"{self.path / DATA_NAME} was deleted")
+        return header
+
+    def _change_stamp(self) -> tuple[int, int]:
+        """Differs after every change of the file: its change time (nanoseconds) and length."""
+        status = os.fstat(self.descriptor)
+        return status.st_ctime_ns, status.st_size
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Writer: what is done to the file within is this process's doing."""
+        known = self._change_stamp() == self._stamp
+        yield
+        if known:
+            self._stamp = self._change_stamp()
+
+    def _go_through(self, *, thorough: bool = False) -> None:
+        """Check the structure if anybody else has changed the file, or, ``thorough``, in any case.
+
+        Raises ``Damaged``, ``DiskTrouble``.
+        """
+        try:
+            stamp = self._change_stamp()
+            if stamp == self._stamp and not thorough:
+                return
+            if stamp != self._stamp:
+                log.warning("%s was changed by another program: its structure is checked", self.path / DATA_NAME)
+            check_structure(self.descriptor, read_header(self.descriptor), thorough=thorough)
+        except BadFile as error:
+            raise Damaged(f"its structure is damaged: {error}") from error
+        except OSError as error:
+            raise trouble(error) from error
+        self._stamp = stamp
 
     def is_in_place(self) -> bool:
         """Whether the path still leads to the file that is open here."""
@@ -255,7 +294,6 @@ class Environment:
             self.check()
             self._env.set_mapsize(wanted)
             self.map_bytes = self._env.info()["map_size"]
-            self.base = self._find_base()
 
     def start_over(self, map_bytes: int) -> None:
         """Begin with an empty file; the old one's space is free at once. A crash on the way leaves an empty store."""
@@ -273,6 +311,7 @@ class Environment:
         and on the disk: a crash leaves one or the other (and ``open_store`` removes an unfinished copy).
         """
         self.check()
+        self._go_through(thorough=True)  # LMDB copies as many pages of a value as its first one says
         target = self.path / COPY_NAME
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir(mode=0o700)
@@ -306,49 +345,100 @@ class Environment:
     # -- reading ------------------------------------------------------------------------------
 
     @contextmanager
-    def reading(self) -> Iterator[lmdb.Transaction[memoryview]]:
-        """A short read transaction; its memoryviews die with it. Raises ``DiskTrouble``, ``Damaged`` (a tree)."""
-        with self._reading(lambda: self._env.begin(buffers=True)) as txn:
-            yield txn
+    def reading(self) -> Iterator[Reading]:
+        """The file as it was committed last. Be short: pages that leave meanwhile are not used again before the end.
 
-    @contextmanager
-    def reading_copies(self) -> Iterator[lmdb.Transaction[bytes]]:
-        """As ``reading``, for many small values: keys and values come as bytes, which is faster than to copy views."""
-        with self._reading(lambda: self._env.begin(buffers=False)) as txn:
-            yield txn
-
-    @contextmanager
-    def _reading(self, begin: Callable[[], lmdb.Transaction[B]]) -> Iterator[lmdb.Transaction[B]]:
+        Raises ``DiskTrouble``, ``Damaged`` (a tree).
+        """
         with self.map_gate.shared():
-            self.check()
+            header = self.check()
             try:
-                with begin() as txn:
-                    yield txn
-            except _TORN as error:
-                raise Damaged(f"LMDB's tree is torn: {error}") from error
+                with self._env.begin() as txn:  # keeps the pages; of the map it touches the meta pages alone
+                    if txn.id() > header.transaction + 1:
+                        header = read_header(self.descriptor)
+                    yield self._reading_of(header)
+            except BadFile as error:
+                raise DiskTrouble("gone", f"{self.path / DATA_NAME} was cut: {error}") from error
+            except OSError as error:
+                raise trouble(error) from error
             except lmdb.Error as error:
                 raise trouble(error) from error
 
+    def _reading_of(self, header: FileHeader) -> Reading:
+        latest = self._latest
+        if latest is None or latest.header is not header:
+            latest = self._latest = Reading(Snapshot(self.descriptor, header), self.names)
+        return latest
+
+    # -- writing ------------------------------------------------------------------------------
+
     def begin_write(self) -> lmdb.Transaction[memoryview]:
-        """Begin the one write transaction (``ssd_transaction.WriteTransaction``). Raises ``DiskTrouble``."""
+        """Begin the one write transaction (``ssd_transaction.WriteTransaction``). Raises ``DiskTrouble``, ``Damaged``."""
         self.check()
+        self._go_through()
         return self._env.begin(write=True, buffers=True)
 
-    def commit(self, txn: lmdb.Transaction[memoryview]) -> None:
-        """Commit what ``begin_write`` began, and keep the file as long as its meta page says.
+    def commit(self, txn: lmdb.Transaction[memoryview], put_bytes: int) -> None:
+        """Commit what ``begin_write`` began, in which ``put_bytes`` were put. Raises ``DiskTrouble``, ``lmdb.Error``.
+
+        Nothing is committed if somebody else has changed the file since: LMDB may have followed a wrong number.
+        """
+        if put_bytes < _SPILLING_BYTES and self._change_stamp() != self._stamp:
+            txn.abort()
+            raise DiskTrouble("gone", f"{self.path / DATA_NAME} was changed by another program meanwhile")
+        with self.changing():
+            before = os.fstat(self.descriptor).st_size
+            txn.commit()
+            self._lengthen(before)
+
+    def _lengthen(self, before: int) -> None:
+        """Make the file as long as its meta page says.
 
         LMDB writes no page that a transaction took at the end of the file and gave back: the file ends before it then, and
         would look as if somebody had cut it. One that got shorter meanwhile was cut, and is left for ``check`` to find.
         """
-        before = os.fstat(self.descriptor).st_size
-        txn.commit()
         with suppress(BadFile, OSError):  # it is committed; what is wrong with the file is found by check
-            needed = read_header(self.descriptor).needed_bytes
-            if before <= os.fstat(self.descriptor).st_size < needed:
-                os.ftruncate(self.descriptor, needed)
+            header = read_header(self.descriptor)
+            if before <= os.fstat(self.descriptor).st_size < header.needed_bytes:
+                os.ftruncate(self.descriptor, header.needed_bytes)
+            self.header = header
 
 
-_TORN = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PageFullError, lmdb.CursorFullError, lmdb.InvalidError)
+_SPILLING_BYTES = 256 << 20  # LMDB writes to the file before the commit of a transaction with 512 MiB of new pages
+
+
+class Reading:
+    """A snapshot whose trees are asked for by their handles (``Environment.blocks``, ...). See ``Snapshot``."""
+
+    def __init__(self, snapshot: Snapshot, names: Mapping[Database, bytes]) -> None:
+        self.header = snapshot.header
+        self._snapshot = snapshot
+        self._names = names
+        self._trees = snapshot.trees()
+
+    def tree(self, database: Database) -> Tree | None:
+        """Its root and counts; None for a database that this file does not have."""
+        return self._trees.get(self._names[database])
+
+    def get(self, database: Database, key: bytes) -> bytes | None:
+        """The value of ``key``; None where there is none."""
+        return self._snapshot.get(self.tree(database), key)
+
+    def items(self, database: Database, start: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
+        """Keys and values from ``start`` on, in the order of the keys."""
+        return self._snapshot.items(self.tree(database), start)
+
+    def places(self, database: Database, prefix: bytes) -> Iterator[Extent | bytes]:
+        """For each key with that prefix: where its value is in the file, or the value where it has no pages of its own."""
+        for key, place in self._snapshot.places(self.tree(database), prefix):
+            if not key.startswith(prefix):
+                return
+            yield place
+
+    def used_pages(self) -> int:
+        """All pages in use, those of the free list and the meta pages too."""
+        header = self.header
+        return 2 + header.free.pages + header.main.pages + sum(tree.pages for tree in self._trees.values())
 
 
 def trouble(error: Exception) -> DiskTrouble:
@@ -359,6 +449,15 @@ def trouble(error: Exception) -> DiskTrouble:
     if code == errno.EROFS or isinstance(error, lmdb.ReadonlyError):
         return DiskTrouble("read-only", str(error))
     return DiskTrouble("gone", str(error))
+
+
+def _open_data(path: Path, flags: int) -> int:
+    """A descriptor of the data file. Raises ``StoreBroken`` for a link, ``OSError``."""
+    data = path / DATA_NAME
+    try:
+        return os.open(data, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except IsADirectoryError as error:
+        raise StoreBroken(path, f"{data} is not a file") from error
 
 
 def _sync_path(path: Path) -> None:
@@ -372,9 +471,3 @@ def _sync_path(path: Path) -> None:
 def _format() -> bytes:
     packed: bytes = msgpack.packb({"program": "omlxd", "version": FORMAT_VERSION})
     return packed
-
-
-def address_of(view: memoryview) -> int:
-    """Where a value lies in this process's memory; nothing of it is touched."""
-    address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0] if view.nbytes else 0
-    return address

@@ -237,7 +237,7 @@ def _tick(environment: Environment) -> None:
 def _remove(environment: Environment, txn: WriteTransaction, plan: CommitPlan) -> None:
     entries = [*plan.doomed, *plan.victims]
     totals = Totals(txn, environment, plan.space_numbers)
-    txn.read_ahead([entry.key for entry in entries])
+    txn.prepare_removal([entry.key for entry in entries])
     for entry in entries:
         if txn.delete_block(entry.key):
             totals.add(entry.space.number, -1, entry.nbytes, entry.stored_bytes)
@@ -257,8 +257,8 @@ def _quarantine(environment: Environment, txn: WriteTransaction, damage: Quarant
 
 def read_quarantine(environment: Environment) -> list[Quarantined]:
     """All entries, oldest first."""
-    with environment.reading() as txn:
-        return [Quarantined(*msgpack.unpackb(row)) for _, row in txn.cursor(db=environment.quarantine)]
+    with environment.reading() as reading:
+        return [Quarantined(*msgpack.unpackb(row)) for _, row in reading.items(environment.quarantine)]
 
 
 def _store(environment: Environment, txn: WriteTransaction, plan: CommitPlan, largest: int | None = None) -> None:

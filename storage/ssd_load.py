@@ -13,7 +13,6 @@ import gc
 import logging
 import os
 import shutil
-import struct
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -41,7 +40,7 @@ from omlxd.storage.ssd_warmup import WARM_AT_ONCE, WarmingPolicy
 log = logging.getLogger(__name__)
 
 FAILURES_TO_CHECK = 3
-"""So many owners in a row that did not close the store make it suspect."""
+"""After so many owners in a row that did not close the store its structure is checked thoroughly."""
 ASIDE_NAME = "set-aside"
 CLEAN = b"clean"
 _NUMBERS = 1  # msgpack extension: record numbers, 64-bit words
@@ -84,7 +83,7 @@ def open_store(
 ) -> Opened:
     """Open or create the store at ``path``. Raises ``SsdLocked``, ``OSError``.
 
-    ``boot`` names this run of the machine. ``check``: go through its structure first, whatever its past.
+    ``boot`` names this run of the machine. ``check``: go through its structure thoroughly, whatever its past.
     """
     readonly = False
     map_bytes = limit - (limit >> 6)
@@ -102,9 +101,8 @@ def open_store(
     try:
         aside = ""
         try:
-            if check or (lock is not None and _is_suspect(lock, boot)):
-                check_structure(path)
-            opened = _open(path, map_bytes, durability, make_policy, readonly, lock)
+            thorough = check or (lock is not None and lock.failures >= FAILURES_TO_CHECK)
+            opened = _open(path, map_bytes, durability, make_policy, readonly, lock, thorough)
         except (StoreBroken, Damaged) as error:
             if readonly:
                 raise OSError(errno.EROFS, f"{error}; and it cannot be moved aside, the disk is read-only") from error
@@ -127,8 +125,9 @@ def _open(
     make_policy: Callable[[], CachePolicy],
     readonly: bool,
     lock: StoreLock | None,
+    thorough: bool = False,
 ) -> Opened:
-    environment = Environment(path, map_bytes=map_bytes, durability=durability, readonly=readonly)
+    environment = Environment(path, map_bytes=map_bytes, durability=durability, readonly=readonly, thorough=thorough)
     collecting = gc.isenabled()
     gc.disable()  # so many new objects, none of them garbage, would be gone through again and again
     try:
@@ -156,37 +155,6 @@ def _open(
             gc.freeze()  # they live as long as the store: no collection is to look at them
             gc.enable()
     return opened
-
-
-def _is_suspect(lock: StoreLock, boot: str) -> bool:
-    """May the trees be torn, so that to follow them could end the process?
-
-    After a crash of the process alone the kernel's cache is whole. After a crash of the machine the file is
-    what the disk had, which is in order only if each commit was synced. And a store at which owner after
-    owner dies is looked at before it takes the next one.
-    """
-    previous = lock.previous
-    if previous is None or previous.closed:
-        return False
-    return lock.failures >= FAILURES_TO_CHECK or (previous.durability != "commit" and previous.boot != boot)
-
-
-def check_structure(path: Path) -> None:
-    """Go through LMDB's trees without LMDB, which trusts them. Raises ``StoreBroken`` with what was found."""
-    data = path / DATA_NAME
-    if not data.exists() or not data.stat().st_size:
-        return
-    log.info("checking the structure of %s, since it may be torn", data)
-    try:
-        from lmdb.verify import VerifyError, verify
-    except ImportError:
-        raise StoreBroken(path, "it may be torn, and this py-lmdb (before 3.0) has no means to check it") from None
-    try:
-        found: list[str] = verify(str(path))  # type: ignore[no-untyped-call]
-    except (VerifyError, ValueError, IndexError, struct.error) as error:
-        raise StoreBroken(path, f"its structure cannot be read: {error}") from error
-    if found:
-        raise StoreBroken(path, f"its structure is damaged in {len(found)} places: {found[0]}")
 
 
 def _tag(path: Path) -> None:
@@ -237,11 +205,11 @@ def _load(
 ) -> Opened:
     index = Index()
     unreadable: list[tuple[bytes, str]] = []
-    with environment.reading() as txn:
-        counters = load_counters(txn, environment)
-        clean = bytes(txn.get(CLEAN, b"", db=environment.meta)) == b"yes"
-        numbers = load_spaces(txn, environment, index)
-        state, log_of_use = load_recency(txn, environment)
+    with environment.reading() as reading:
+        counters = load_counters(reading, environment)
+        clean = reading.get(environment.meta, CLEAN) == b"yes"
+        numbers = load_spaces(reading, environment, index)
+        state, log_of_use = load_recency(reading, environment)
     entries = load_entries(environment, numbers, unreadable)
     index.fill(entries)
     residents = entries[:]  # the index changes while a large store's policy is arranged

@@ -55,8 +55,8 @@ def look_at(path: Path) -> Iterator[Look]:
         environment = Environment(path, map_bytes=MAP_BYTES, readonly=True)
         try:
             index = Index()
-            with environment.reading() as txn:
-                numbers = load_spaces(txn, environment, index)
+            with environment.reading() as reading:
+                numbers = load_spaces(reading, environment, index)
             unreadable: list[tuple[bytes, str]] = []
             entries = load_entries(environment, numbers, unreadable)
             yield Look(entries, list(index.spaces.values()), unreadable, environment)

@@ -9,20 +9,14 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-import lmdb
 
 from omlxd.storage.codec import Buffer
-from omlxd.storage.environment import DATA_NAME, Environment, address_of, trouble
+from omlxd.storage.environment import DATA_NAME, Environment, trouble
 from omlxd.storage.ssd_errors import Damaged, DiskTrouble
 from omlxd.storage.ssd_records import Record, unpack_record
-
-if TYPE_CHECKING:
-    from omlxd.storage.environment import Database
+from omlxd.storage.ssd_tree import Extent
 
 _VALUES_IN_ONE_READ = 256  # well below every system's IOV_MAX (1024), two entries a value
-FIRST_PIECE = bytes(4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,35 +24,32 @@ class Located:
     """A record and where its stored bytes are: file extents, or bytes where LMDB keeps them in a tree's page."""
 
     record: Record
-    places: tuple[tuple[int, int] | bytes, ...]
+    places: tuple[Extent | bytes, ...]
     generation: int = 0
     """Of the file; in another one the places are others."""
 
 
 def get_record(environment: Environment, key: bytes) -> Record | None:
     """The record of ``key``. Raises ``Damaged``, ``DiskTrouble``."""
-    with environment.reading() as txn:
-        packed = txn.get(key, db=environment.blocks)
-        return None if packed is None else unpack_record(key, bytes(packed))
+    with environment.reading() as reading:
+        packed = reading.get(environment.blocks, key)
+        return None if packed is None else unpack_record(key, packed)
 
 
 def locate(environment: Environment, key: bytes) -> Located | None:
     """The record of ``key`` and where its bytes are. Raises ``Damaged``, ``DiskTrouble``."""
-    with environment.reading() as txn:
-        packed = txn.get(key, db=environment.blocks)
+    with environment.reading() as reading:
+        packed = reading.get(environment.blocks, key)
         if packed is None:
             return None
-        record = unpack_record(key, bytes(packed))
-        places: list[tuple[int, int] | bytes] = []
+        record = unpack_record(key, packed)
+        places: list[Extent | bytes] = []
         found = 0
-        for value in pieces_of(txn, environment.pieces, key):
-            found += value.nbytes
+        for place in reading.places(environment.pieces, key):
+            found += place[1] if isinstance(place, tuple) else len(place)
             if found > record.stored_bytes:
                 break
-            offset = address_of(value) - environment.base
-            # A value in pages of its own begins right behind a page's header; others share a page, which may move.
-            own_pages = offset % environment.header.page_bytes == environment.header.header_bytes
-            places.append((offset, value.nbytes) if own_pages else bytes(value))
+            places.append(place)
         if found != record.stored_bytes:
             raise Damaged(f"its pieces hold {found} bytes or more, not {record.stored_bytes}")
         return Located(record, tuple(places), environment.generation)
@@ -120,17 +111,8 @@ def _read_all(environment: Environment, buffers: Sequence[Buffer], offset: int, 
         done += more
 
 
-def _extents(located: Located) -> Iterator[tuple[int, int]]:
+def _extents(located: Located) -> Iterator[Extent]:
     return (place for place in located.places if isinstance(place, tuple))
-
-
-def pieces_of(txn: lmdb.Transaction[memoryview], database: Database, key: bytes) -> Iterator[memoryview]:
-    """The values of a record's pieces in their order; they die with the transaction, and are moved on from by the next."""
-    with txn.cursor(db=database) as cursor:
-        found = cursor.set_range(key + FIRST_PIECE)
-        while found and bytes(cursor.key()[: len(key)]) == key:
-            yield cursor.value()
-            found = cursor.next()
 
 
 def _after(buffers: Sequence[Buffer], done: int) -> list[memoryview]:

@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 
-import lmdb
 import msgpack
 import xxhash
 
-from omlxd.storage.environment import Environment
+from omlxd.storage.environment import Environment, Reading
 from omlxd.storage.ssd_commit import COUNTERS, unpack_counters, unpack_row
 from omlxd.storage.ssd_errors import Damaged
 from omlxd.storage.ssd_index import Entry, Index, SpaceTotals
@@ -41,8 +40,8 @@ def load_entries(
     entries: list[Entry] = []
     sizes: dict[int, tuple[int, int]] = {}  # stored bytes: one object for one size, and its pages
     layouts: dict[bytes, bytes] = {}
-    with environment.reading_copies() as txn, txn.cursor(db=environment.blocks) as cursor:
-        found = iter(cursor)
+    with environment.reading() as reading:
+        found = reading.items(environment.blocks)
         while batch := list(islice(found, _BATCH)):
             for key, number, short, nbytes, stored, _, _, _, parent, position, _, layout in _unpacked(
                 batch, unreadable
@@ -91,23 +90,22 @@ def _one_by_one(batch: Sequence[tuple[bytes, bytes]], unreadable: list[tuple[byt
             unreadable.append((key, str(error)))
 
 
-def load_spaces(txn: lmdb.Transaction[memoryview], environment: Environment, index: Index) -> dict[int, SpaceTotals]:
+def load_spaces(reading: Reading, environment: Environment, index: Index) -> dict[int, SpaceTotals]:
     """Put the namespaces into ``index``; returns them by their short numbers."""
-    for id_, packed in txn.cursor(db=environment.namespaces):
+    for id_, packed in reading.items(environment.namespaces):
         try:
-            row = unpack_row(bytes(packed))
+            row = unpack_row(packed)
         except Damaged as error:  # its records are found to be of an unknown namespace
-            log.warning("the row of namespace %s cannot be read: %s", bytes(id_).hex()[:16], error)
+            log.warning("the row of namespace %s cannot be read: %s", id_.hex()[:16], error)
             continue
-        index.spaces[bytes(id_)] = SpaceTotals(bytes(id_), row.number, dict(row.descriptor))
+        index.spaces[id_] = SpaceTotals(id_, row.number, dict(row.descriptor))
     return {space.number: space for space in index.spaces.values()}
 
 
-def load_counters(txn: lmdb.Transaction[memoryview], environment: Environment) -> dict[str, int]:
+def load_counters(reading: Reading, environment: Environment) -> dict[str, int]:
     """What the store has counted over all its owners."""
-    packed = txn.get(COUNTERS, db=environment.meta)
     try:
-        return unpack_counters(None if packed is None else bytes(packed))
+        return unpack_counters(reading.get(environment.meta, COUNTERS))
     except Damaged as error:
         log.warning("the store's counters cannot be read, they begin anew: %s", error)
         return {}
@@ -115,18 +113,18 @@ def load_counters(txn: lmdb.Transaction[memoryview], environment: Environment) -
 
 def count_rows(environment: Environment) -> dict[bytes, tuple[int, int, int]]:
     """The namespaces' totals as they are written down: blocks, payload bytes, stored bytes."""
-    with environment.reading() as txn:
-        rows = {bytes(id_): unpack_row(bytes(packed)) for id_, packed in txn.cursor(db=environment.namespaces)}
+    with environment.reading() as reading:
+        rows = {id_: unpack_row(packed) for id_, packed in reading.items(environment.namespaces)}
     return {id_: (row.blocks, row.nbytes, row.stored_bytes) for id_, row in rows.items()}
 
 
-def load_recency(txn: lmdb.Transaction[memoryview], environment: Environment) -> tuple[bytes, array[int]]:
+def load_recency(reading: Reading, environment: Environment) -> tuple[bytes, array[int]]:
     """The policy's state of the last clean stop (packed), and the numbers of the records used since, in their order."""
     state: list[bytes] = []
     used = array("Q")
-    for key, value in txn.cursor(db=environment.recency):
-        if bytes(key[: len(STATE)]) == STATE:
-            state.append(bytes(value))
+    for key, value in reading.items(environment.recency):
+        if key[: len(STATE)] == STATE:
+            state.append(value)
         else:
             used.frombytes(value[: len(value) - len(value) % used.itemsize])
     return b"".join(state), used

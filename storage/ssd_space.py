@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from omlxd.storage.environment import Environment
-from omlxd.storage.ssd_pages import free_pages, punch, runs_of
+from omlxd.storage.ssd_pages import punch, runs_of
+from omlxd.storage.ssd_tree import free_pages
 
 MOST_FREE_TO_LOOK_AT = 1 << 16
 """Free pages; with more of them runs are long enough anyway, and to list them would take long."""
@@ -28,10 +29,8 @@ class Pages:
 def count_pages(environment: Environment) -> Pages:
     """Recount from the trees' own statistics. Raises ``DiskTrouble``."""
     environment.refresh_header()
-    live = 2 + environment.header.free_tree_pages
-    with environment.reading() as txn:
-        for statistics in (txn.stat(), *(txn.stat(database) for database in environment.databases)):
-            live += statistics["branch_pages"] + statistics["leaf_pages"] + statistics["overflow_pages"]
+    with environment.reading() as reading:
+        live = reading.used_pages()
     if environment.header.pages - live > MOST_FREE_TO_LOOK_AT:
         return Pages(environment.header.pages, live)
     return Pages(
@@ -65,9 +64,10 @@ def punch_free_pages(environment: Environment) -> int | None:
     environment.refresh_header()
     page_bytes = environment.header.page_bytes
     free = free_pages(environment.descriptor, environment.header)
-    for first, count in runs_of(free[: max(0, free.size - KEPT_FREE_BYTES // page_bytes)]):
-        if not punch(environment.descriptor, first * page_bytes, count * page_bytes):
-            return None
+    with environment.changing():
+        for first, count in runs_of(free[: max(0, free.size - KEPT_FREE_BYTES // page_bytes)]):
+            if not punch(environment.descriptor, first * page_bytes, count * page_bytes):
+                return None
     return before - environment.allocated_bytes()
 
 

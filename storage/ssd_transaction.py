@@ -11,14 +11,17 @@ from typing import TYPE_CHECKING, Self
 import lmdb
 
 from omlxd.storage.codec import Buffer
-from omlxd.storage.environment import Environment, address_of
-from omlxd.storage.ssd_payload import FIRST_PIECE, pieces_of
+from omlxd.storage.environment import Environment, trouble
+from omlxd.storage.ssd_errors import Damaged
+from omlxd.storage.ssd_pages import BadFile
 from omlxd.storage.ssd_records import Record
+from omlxd.storage.ssd_structure import check_value_head, value_pages
 
 if TYPE_CHECKING:
     from omlxd.storage.environment import Database
 
 _PIECE = struct.Struct(">I")
+_FIRST_PIECE = _PIECE.pack(0)
 
 
 class WriteTransaction:
@@ -26,6 +29,7 @@ class WriteTransaction:
 
     def __init__(self, environment: Environment) -> None:
         self._environment = environment
+        self._put_bytes = 0
 
     def __enter__(self) -> Self:
         self.txn: lmdb.Transaction[memoryview] = self._environment.begin_write()
@@ -35,7 +39,7 @@ class WriteTransaction:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is None:
-            self._environment.commit(self.txn)
+            self._environment.commit(self.txn, self._put_bytes)
         else:
             self.txn.abort()
 
@@ -50,13 +54,14 @@ class WriteTransaction:
             sizes = tuple(size for size in sizes if size < largest)
         for number, piece in enumerate(_cut(parts, sizes)):
             self.txn.put(record.key + _PIECE.pack(number), piece, db=environment.pieces)
+        self._put_bytes += record.stored_bytes
         self.txn.put(record.key, record.pack(), db=environment.blocks)
 
     def delete_block(self, key: bytes) -> bool:
         """Remove a record and its bytes; False when there was none."""
         environment = self._environment
         with self.txn.cursor(db=environment.pieces) as cursor:
-            found = cursor.set_range(key + FIRST_PIECE)
+            found = cursor.set_range(key + _FIRST_PIECE)
             while found and bytes(cursor.key()[: len(key)]) == key:
                 try:
                     cursor.delete()  # moves to the next one
@@ -65,16 +70,32 @@ class WriteTransaction:
                 found = len(cursor.key()) > 0
         return self.txn.delete(key, db=environment.blocks)
 
-    def read_ahead(self, keys: Sequence[bytes]) -> None:
-        """Fetch what deleting ``keys`` will touch: LMDB reads the first page of every value that it frees."""
-        if not hasattr(os, "posix_fadvise"):
-            return
+    def prepare_removal(self, keys: Sequence[bytes]) -> None:
+        """Look at what removing ``keys`` will touch: LMDB frees as many pages of a value as its first page says.
+
+        Raises ``Damaged``, ``DiskTrouble``. To be called before anything is changed.
+        """
         environment = self._environment
-        page_bytes = environment.header.page_bytes
-        for key in keys:
-            for value in pieces_of(self.txn, environment.pieces, key):
-                offset = (address_of(value) - environment.base) & ~(page_bytes - 1)
-                os.posix_fadvise(environment.descriptor, offset, page_bytes, os.POSIX_FADV_WILLNEED)
+        with environment.reading() as reading:
+            places = [place for key in keys for place in reading.places(environment.pieces, key)]
+        header = environment.header
+        firsts = [
+            (place[0] // header.page_bytes, value_pages(header, place[1]))
+            for place in places
+            if isinstance(place, tuple)
+        ]
+        if hasattr(os, "posix_fadvise"):
+            for first, _ in firsts:
+                os.posix_fadvise(
+                    environment.descriptor, first * header.page_bytes, header.page_bytes, os.POSIX_FADV_WILLNEED
+                )
+        try:
+            for first, count in firsts:
+                check_value_head(environment.descriptor, header, first, count)
+        except BadFile as error:
+            raise Damaged(str(error)) from error
+        except OSError as error:
+            raise trouble(error) from error
 
     def get(self, database: Database, key: bytes) -> bytes | None:
         """One value of a small database."""

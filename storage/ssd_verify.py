@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 from omlxd.storage.environment import Environment
 from omlxd.storage.ssd_errors import Damaged, DiskTrouble, Missing
@@ -69,14 +70,9 @@ def verify(
 def _keys(environment: Environment, after: bytes) -> Iterator[bytes]:
     """All keys behind ``after``, read some at a time: no transaction stays open."""
     while True:
-        with environment.reading() as txn, txn.cursor(db=environment.blocks) as cursor:
-            batch: list[bytes] = []
-            found = cursor.set_range(after) if after else cursor.first()
-            if found and bytes(cursor.key()) == after:
-                found = cursor.next()
-            while found and len(batch) < _KEYS_AT_ONCE:
-                batch.append(bytes(cursor.key()))
-                found = cursor.next()
+        with environment.reading() as reading:
+            behind = (key for key, _ in reading.items(environment.blocks, after) if key != after)
+            batch = list(islice(behind, _KEYS_AT_ONCE))
         if not batch:
             return
         yield from batch

@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import struct
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,11 +16,12 @@ from hypothesis import strategies as st
 
 from omlxd.storage.environment import DATA_NAME, SMALL_STORE, Environment
 from omlxd.storage.ssd_errors import Damaged, DiskTrouble, StoreBroken
-from omlxd.storage.ssd_pages import free_pages, read_header, runs_of
+from omlxd.storage.ssd_pages import read_header, runs_of
 from omlxd.storage.ssd_payload import Located, get_record, locate, read_stored
 from omlxd.storage.ssd_records import Record, checksum
 from omlxd.storage.ssd_space import count_pages, punch_free_pages
 from omlxd.storage.ssd_transaction import WriteTransaction
+from omlxd.storage.ssd_tree import free_pages
 from tests.storage.ssd_store import key_of, payload_of
 
 MIB = 1 << 20
@@ -82,8 +86,10 @@ def test_records_of_any_size_come_back_also_between_others_that_left(
 
 def test_pieces_fill_their_pages_and_the_forecast_of_pages_is_one_too_many_at_most(environment: Environment) -> None:
     def overflow_pages() -> int:
-        with environment.reading() as txn:
-            return txn.stat(environment.pieces)["overflow_pages"]
+        with environment.reading() as reading:
+            tree = reading.tree(environment.pieces)
+            assert tree is not None
+            return tree.overflow_pages
 
     page_bytes = environment.header.page_bytes
     for nbytes in (environment.piece_bytes, 3 * environment.piece_bytes + 70_000, 100_000, 5_000_000):
@@ -350,3 +356,28 @@ def test_removing_everything_at_once_does_not_make_the_file_look_cut(tmp_path: P
     again = Environment(tmp_path, map_bytes=SMALL_STORE)
     assert read(again, locate(again, keys[0])) == payload_of(keys[0], size)
     again.close()
+
+
+def test_a_kill_before_the_file_was_made_as_long_as_it_says_costs_nothing(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys; from pathlib import Path; from tests.storage.test_environment import *\n"
+        "environment = Environment(Path(sys.argv[1]), map_bytes=SMALL_STORE)\n"
+        "keys = [key_of(number, number) for number in range(8)]\n"
+        "put(environment, *((key, 5000) for key in keys))\n"
+        "os.ftruncate = lambda descriptor, size: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "with WriteTransaction(environment) as txn:\n"
+        "    assert all([txn.delete_block(key) for key in keys])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL, "the file was not too short: " + done.stderr
+    data = tmp_path / DATA_NAME
+    descriptor = os.open(data, os.O_RDONLY)
+    needed = read_header(descriptor).needed_bytes
+    os.close(descriptor)
+    assert data.stat().st_size < needed
+    environment = Environment(tmp_path, map_bytes=SMALL_STORE)
+    assert data.stat().st_size == needed
+    assert locate(environment, key_of(0, 0)) is None, "it was committed"
+    put(environment, (key_of(0, 0), 400_000))
+    assert read(environment, locate(environment, key_of(0, 0))) == payload_of(key_of(0, 0), 400_000)
+    environment.close()
