@@ -87,6 +87,16 @@ def _open(config: Config, path: Path, volumes: KnownVolumes) -> Opening:
     return Opening(tier, total)
 
 
+def begin_stopped(config: Config) -> None:
+    """Begin a store as a daemon that starts would, if there is none. Raises NoSsd, SsdLocked."""
+    if (Path(config.ssd.path).expanduser() / DATA_NAME).exists():
+        return
+    opening = open_ssd(config, KnownVolumes())
+    if opening is None:
+        raise NoSsd("the SSD tier is switched off: set [ssd] size")
+    opening.tier.close()
+
+
 def open_stopped(config: Config) -> SsdTier:
     """Open the store of a daemon that does not run, with room for all that is in it: nothing leaves for the limit.
 

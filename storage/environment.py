@@ -272,7 +272,7 @@ class Environment:
     def is_in_place(self) -> bool:
         """Whether the path still leads to the file that is open here."""
         try:
-            named, opened = os.stat(self.path / DATA_NAME), os.fstat(self.descriptor)
+            named, opened = os.lstat(self.path / DATA_NAME), os.fstat(self.descriptor)
         except OSError:
             return False
         return (named.st_dev, named.st_ino) == (opened.st_dev, opened.st_ino)

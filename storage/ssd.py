@@ -122,8 +122,8 @@ class SsdTier(SsdContents):
         ``limit`` and ``min_free`` in bytes; ``clock``: seconds since the epoch; ``free_space``: bytes free on
         the volume of a path; ``boot`` names this run of the machine (None: ask the system). A store that is broken is
         moved aside and a new one begun: ``aside`` then says why.
-        Raises ``SsdLocked`` (another owner), ``OSError`` (the disk) and ``ValueError`` (a limit below
-        ``MIN_LIMIT``, an unknown policy, codec or durability).
+        Raises ``SsdLocked`` (another owner), ``SsdError`` (a link or a folder in a file's place), ``OSError`` (the disk)
+        and ``ValueError`` (a limit below ``MIN_LIMIT``, an unknown policy, codec or durability).
         """
         settings = SsdSettings(limit, policy, min_free, durability, codec, boot if boot is not None else boot_id())
         keep_freed_memory(2 * LARGEST_GROUP)

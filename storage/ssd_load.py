@@ -28,6 +28,7 @@ from omlxd.storage.environment import COPY_NAME, DATA_NAME, Durability, Environm
 from omlxd.storage.ssd_ballast import ballast_bytes, lay_ballast
 from omlxd.storage.ssd_commit import COUNTERS, Row, pack_counters
 from omlxd.storage.ssd_errors import Damaged, DiskTrouble, StoreBroken
+from omlxd.storage.ssd_files import ASIDE_NAME, TAG_NAME, refuse_strangers
 from omlxd.storage.ssd_index import Entry, Index
 from omlxd.storage.ssd_lock import StoreLock
 from omlxd.storage.ssd_pages import BadFile
@@ -41,7 +42,6 @@ log = logging.getLogger(__name__)
 
 FAILURES_TO_CHECK = 3
 """After so many owners in a row that did not close the store its structure is checked thoroughly."""
-ASIDE_NAME = "set-aside"
 CLEAN = b"clean"
 _NUMBERS = 1  # msgpack extension: record numbers, 64-bit words
 
@@ -81,7 +81,7 @@ def open_store(
     boot: str,
     check: bool = False,
 ) -> Opened:
-    """Open or create the store at ``path``. Raises ``SsdLocked``, ``OSError``.
+    """Open or create the store at ``path``. Raises ``SsdLocked``, ``SsdError`` (``refuse_strangers``), ``OSError``.
 
     ``boot`` names this run of the machine. ``check``: go through its structure thoroughly, whatever its past.
     """
@@ -89,6 +89,7 @@ def open_store(
     map_bytes = limit - (limit >> 6)
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        refuse_strangers(path)
         lock: StoreLock | None = StoreLock.acquire(path, boot, durability)
         with contextlib.suppress(OSError):  # neither is worth a refusal
             _tag(path)
@@ -159,7 +160,7 @@ def _open(
 
 def _tag(path: Path) -> None:
     """Tell backup programs to pass by (https://bford.info/cachedir/)."""
-    tag = path / "CACHEDIR.TAG"
+    tag = path / TAG_NAME
     if not tag.exists():
         tag.write_text(_CACHEDIR, "ascii")
 

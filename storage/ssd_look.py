@@ -11,6 +11,7 @@ from pathlib import Path
 
 from omlxd.storage.environment import DATA_NAME, Environment
 from omlxd.storage.ssd_errors import SsdLocked
+from omlxd.storage.ssd_files import refuse_strangers
 from omlxd.storage.ssd_index import Entry, Index, SpaceTotals
 from omlxd.storage.ssd_lock import LOCK_NAME, read_owner
 from omlxd.storage.ssd_reader import Reader
@@ -42,10 +43,11 @@ class Look:
 def look_at(path: Path) -> Iterator[Look]:
     """Open the store at ``path`` for reading only; no daemon can begin to use it meanwhile, so be short.
 
-    Raises ``FileNotFoundError`` (there is none), ``SsdLocked`` (a daemon has it), ``StoreBroken``, ``OSError``.
+    Raises ``FileNotFoundError`` (there is none), ``SsdLocked`` (a daemon has it), ``StoreBroken``, ``SsdError``, ``OSError``.
     """
     if not (path / DATA_NAME).exists():
         raise FileNotFoundError(f"there is no store in {path}")
+    refuse_strangers(path)
     lock = os.open(path / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
     try:
         try:

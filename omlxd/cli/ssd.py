@@ -220,9 +220,9 @@ def import_(common: Common, file: Path, as_json: bool) -> None:
     """Take blocks from a file into the store.
 
     The file's checksum is checked first: of a file that is not whole, nothing
-    is taken.
+    is taken. Where there is no store yet, one is begun.
     """
-    with ssd_operator(common) as ssd, bar("importing", quiet=as_json) as tell:
+    with ssd_operator(common, begin=True) as ssd, bar("importing", quiet=as_json) as tell:
         done = ssd.import_(tell, file.absolute())
     if as_json:
         show_json(done)

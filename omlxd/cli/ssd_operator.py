@@ -44,15 +44,15 @@ class SsdOperator(Protocol):
 
 
 @contextmanager
-def ssd_operator(common: Common) -> Iterator[SsdOperator]:
-    """The daemon, or, where none answers, the store itself."""
+def ssd_operator(common: Common, *, begin: bool = False) -> Iterator[SsdOperator]:
+    """The daemon, or, where none answers, the store itself; ``begin`` one where there is none."""
     try:
         with common.daemon(timeout=LONG_SECONDS) as cache:
             yield ThroughDaemon(cache)
             return
     except Unavailable as error:
         config, why = common.config(), str(error)
-    with stopped_store(config, why) as stopped:
+    with stopped_store(config, why, begin=begin) as stopped:
         yield stopped
 
 
@@ -99,13 +99,15 @@ class ThroughDaemon:
 
 
 @contextmanager
-def stopped_store(config: Config, why: str) -> Iterator[StoppedStore]:
-    """The store of a daemon that does not run, locked while it is worked on."""
-    from omlxd.ssd_opening import NoSsd, limit_of, open_stopped
+def stopped_store(config: Config, why: str, *, begin: bool = False) -> Iterator[StoppedStore]:
+    """The store of a daemon that does not run, locked while it is worked on; ``begin`` one where there is none."""
+    from omlxd.ssd_opening import NoSsd, begin_stopped, limit_of, open_stopped
     from omlxd.storage.ssd import SsdError
 
     path = Path(config.ssd.path).expanduser()
     try:
+        if begin:
+            begin_stopped(config)
         tier = open_stopped(config)
     except (NoSsd, SsdError) as error:
         fail(f"{why}; and its store can't be worked on: {error}")

@@ -13,7 +13,7 @@ import pytest
 
 from omlxd.storage import ssd_reader
 from omlxd.storage.environment import DATA_NAME
-from omlxd.storage.ssd import Damaged, DiskTrouble, Missing, SsdTier
+from omlxd.storage.ssd import Damaged, DiskTrouble, Missing, SsdError, SsdTier
 from omlxd.storage.ssd_payload import locate
 from omlxd.storage.ssd_transaction import WriteTransaction
 from tests.storage.damage_ssd import LIMIT
@@ -279,6 +279,42 @@ def test_a_broken_store_is_moved_aside_within_the_limit_and_the_start_is_cold(tm
     tier = open_tier(tmp_path, limit=LIMIT)
     assert tier.aside == ""
     assert len(tier) > 10
+    tier.close()
+
+
+@pytest.mark.parametrize("name", ["data.mdb", "lock.mdb", "owner", "ballast", "CACHEDIR.TAG", "set-aside", "copy"])
+def test_a_link_in_a_files_place_is_refused_and_nothing_is_made_where_it_leads(tmp_path: Path, name: str) -> None:
+    store, elsewhere = tmp_path / "store", tmp_path / "elsewhere"
+    store.mkdir()
+    (store / name).symlink_to(elsewhere)
+    with pytest.raises(SsdError, match=rf"{name} is a symbolic link.*remove it"):
+        open_tier(store)
+    assert not elsewhere.exists()
+    (store / name).unlink()
+    open_tier(store).close()
+
+
+@pytest.mark.parametrize("name", ["lock.mdb", "owner", "ballast", "CACHEDIR.TAG"])
+def test_a_folder_in_a_files_place_is_refused_with_its_name(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    with pytest.raises(SsdError, match=f"{name} is not a file.*move it away"):
+        open_tier(tmp_path)
+    assert (tmp_path / name).is_dir()
+
+
+def test_a_data_file_that_is_replaced_by_a_link_under_a_running_tier_is_not_followed(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path / "store")
+    spill(tier, chain_of("a", [5000]))
+    elsewhere = tmp_path / "elsewhere"
+    (tmp_path / "store" / "data.mdb").rename(elsewhere)
+    (tmp_path / "store" / "data.mdb").symlink_to(elsewhere)
+    tier.observe(tier.probe())
+    assert tier.state == "gone"
+    assert "symbolic link" in tier.reason
+    (tmp_path / "store" / "data.mdb").unlink()
+    elsewhere.rename(tmp_path / "store" / "data.mdb")
+    tier.observe(tier.probe())
+    assert (tier.state, len(tier)) == ("ok", 1)
     tier.close()
 
 
