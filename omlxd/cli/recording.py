@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from omlxd.client import Cache
     from omlxd.lab.recording import Scribe
 
-PATIENCE_SECONDS = 366 * 86_400.0
-"""How long nothing need happen."""
+PATIENCE_SECONDS = 20 * 86_400.0
+"""How long nothing at all may happen; poll() knows no longer times than 24 days."""
 END_BYTES = 4096
 """Room of a recording that is left for its last lines."""
 
