@@ -194,16 +194,19 @@ def _name(outcome: Outcome) -> str:
 
 def _words(outcome: Outcome) -> str:
     setup = outcome.setup
-    text = f"RAM for {setup.size}"
-    if setup.ssd is not None:
-        text += f" and an SSD tier for {setup.ssd}"
-    return text + (" of the different blocks" if "%" in text else " blocks" if setup.size.isdecimal() else "")
+    return f"{_amount(setup.size)} in RAM" + ("" if setup.ssd is None else f" and {_amount(setup.ssd)} on the SSD")
+
+
+def _amount(size: str) -> str:
+    if size.endswith("%"):
+        return f"{size} of the different blocks"
+    return f"{size} blocks" if size.isdecimal() else size
 
 
 def _recommendation(advice: Advice, told: _Told, block_bytes: int | None) -> list[str]:
     """Plain sentences."""
     chosen, best = advice.recommended, advice.best
-    text = f"Take {_words(chosen)}: {chosen.prefix_hit_pct:.1f} % of the tokens asked for are reused"
+    text = f"Keep {_words(chosen)}: {chosen.prefix_hit_pct:.1f} % of the tokens asked for are reused"
     if (saved := advice.seconds_saved(chosen)) is not None:
         text += f", which saves {duration(saved)} of computing in {duration(advice.seconds)}"
     said = [text + "."]
