@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import socket
 import threading
@@ -45,6 +46,8 @@ class AsyncLink:
         self.path = path
         self.handles: dict[bytes, int] = {}
         """Namespace id to the number that this connection has for it."""
+        self.chains = itertools.count()
+        """Numbers for chains that are stored in several requests."""
         self.holding = Holding(release=self._release_lease, look=self._look, let_go=self._let_go)
         self.dead: str | None = None
         """Why it can't be used any more; None while it can."""

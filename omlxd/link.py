@@ -7,6 +7,7 @@ caller so pays for one ``send``, one ``poll`` and one ``recv``, nothing else; th
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import select
 import socket
@@ -87,6 +88,8 @@ class Link:
         self.path = path
         self.handles: dict[bytes, int] = {}
         """Namespace id to the number that this connection has for it."""
+        self.chains = itertools.count()
+        """Numbers for chains that are stored in several requests."""
         self.holding = Holding(release=self._release_lease, look=self._look, let_go=self._close_socket)
         self._protocol = ClientSide()
         self._calls: dict[int, Call] = {}

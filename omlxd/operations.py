@@ -7,7 +7,7 @@ thrown in where it asked.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, Protocol, TypeAlias, TypeVar
 
@@ -31,6 +31,8 @@ DEFAULT_LOAD_SECONDS = 30.0
 DEFAULT_STORE_SECONDS = 2.0
 GRACE_SECONDS = 1.0
 """How much longer than the deadline that the daemon was given a client waits for its answer."""
+CHAINS = "chains"
+"""The capability of a daemon that remembers a chain which is stored in several requests."""
 HEAD_GROUP = bytes(4)
 _HASH_LENGTHS = {HASH_BYTES}
 
@@ -94,6 +96,9 @@ class Owner(Protocol):
     def holding(self) -> Holding: ...  # noqa: D102
     @property
     def limits(self) -> Limits: ...  # noqa: D102
+    @property
+    def chains(self) -> Iterator[int]:
+        """Numbers for chains, each given once."""
 
 
 class SpaceCore:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from omlxd import explain_verbs, keeping_verbs, operator_verbs, ssd_verbs
+from omlxd import explain_verbs, keeping_verbs, operator_verbs, ssd_verbs, store_verbs
 from omlxd.exits import ProcessWatch
 from omlxd.history import History
 from omlxd.namespaces import NamespaceInfo, Namespaces
@@ -47,6 +47,7 @@ assert operator_verbs  # importing them registers their verbs
 assert explain_verbs
 assert keeping_verbs
 assert ssd_verbs
+assert store_verbs
 
 
 @dataclass(frozen=True, slots=True)

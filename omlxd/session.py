@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from omlxd.chains import Chains
 from omlxd.connection import Connection
 from omlxd.fields import Fields
 from omlxd.peer import Peer
@@ -41,6 +42,8 @@ class Session:
         self.requests = 0
         self.looked_up: bytes | None = None
         """The last key of the chain that was looked up last: its misses are counted."""
+        self.chains = Chains()
+        """What it is in the middle of storing."""
         self._known_segments: set[int] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._protocol = ServerSide(server.settings.max_frame, server.settings.max_open_requests)

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from omlxd.operations import Ask, Operation, Owner, SpaceCore, Work, pack_keys
-from omlxd.protocol import Message
+from omlxd.errors import Refused
+from omlxd.operations import CHAINS, Ask, Operation, Owner, SpaceCore, Work, pack_keys
+from omlxd.protocol import Code, Message
 from omlxd.results import StoreResult
 from omlxd.storage.layout import Layout
 
@@ -51,6 +52,7 @@ def store(
     ``timeout``: seconds for all waiting for room together.
     """
     deadline = clock() + timeout
+    chain = _Chain(owner, space, hashes)
     payloads = payloads[: max(0, len(hashes) - first)]
     present = stored = nbytes = 0
     declined: Counter[str] = Counter()
@@ -58,7 +60,8 @@ def store(
     while at < len(payloads):
         offers = _window(payloads[at : at + WINDOW_BLOCKS], space.layout, owner.limits.max_reserve)
         left = max(0.0, deadline - clock())
-        answer = yield _reserve(space, hashes, first + at, offers, left)
+        goes_on = at + len(offers) < len(payloads)
+        answer = yield from chain.reserve(first + at, offers, left, goes_on=goes_on)
         present += answer["present"]
         declined.update(answer["declined"])
         if answer["slots"]:
@@ -89,18 +92,43 @@ def _window(payloads: Sequence[Payload], layout: Layout | None, most: int) -> li
     return offers
 
 
-def _reserve(space: SpaceCore, hashes: Sequence[bytes], begin: int, offers: Sequence[_Offer], timeout: float) -> Ask:
-    sizes = [offer.nbytes for offer in offers]
-    fields: Message = {
-        "keys": pack_keys(hashes[: begin + len(offers)]),
-        "first": begin,
-        "sizes": sizes[0] if len(set(sizes)) == 1 else sizes,
-        "timeout": timeout,
-    }
-    layouts = {str(index): offer.layout for index, offer in enumerate(offers) if offer.layout is not None}
-    if layouts:
-        fields["layouts"] = layouts
-    return Ask("prepare_store", fields, space, timeout)
+class _Chain:
+    """A chain that is offered window by window; a daemon that can remembers the keys which it was sent."""
+
+    def __init__(self, owner: Owner, space: SpaceCore, hashes: Sequence[bytes]) -> None:
+        self._space = space
+        self._hashes = hashes
+        self._number = next(owner.chains) if CHAINS in owner.limits.capabilities else None
+        self._known = 0
+
+    def reserve(self, begin: int, offers: Sequence[_Offer], timeout: float, *, goes_on: bool) -> Operation[Message]:
+        """Ask for slots for ``offers``, the blocks from ``begin`` on; ``goes_on``: what comes behind them will be offered too."""
+        sizes = [offer.nbytes for offer in offers]
+        fields: Message = {
+            "first": begin,
+            "sizes": sizes[0] if len(set(sizes)) == 1 else sizes,
+            "timeout": timeout,
+        }
+        layouts = {str(index): offer.layout for index, offer in enumerate(offers) if offer.layout is not None}
+        if layouts:
+            fields["layouts"] = layouts
+        end = begin + len(offers)
+        try:
+            answer = yield self._ask(fields, end, timeout, goes_on)
+        except Refused as error:
+            if not self._known or error.code != Code.NOT_FOUND:
+                raise
+            self._known = 0  # it has forgotten the chain
+            answer = yield self._ask(fields, end, timeout, goes_on)
+        if self._number is not None:
+            self._known = end
+        return answer
+
+    def _ask(self, fields: Message, end: int, timeout: float, goes_on: bool) -> Ask:
+        keys: Message = {"keys": pack_keys(self._hashes[self._known : end])}
+        if self._number is not None and (goes_on or self._known):
+            keys |= {"chain": self._number, "known": self._known, "goes_on": goes_on}
+        return Ask("prepare_store", {**keys, **fields}, self._space, timeout)
 
 
 def _write(owner: Owner, space: SpaceCore, offers: Sequence[_Offer], slots: Sequence[Sequence[int]]) -> Operation[int]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from omlxd.fields import Fields
-from omlxd.operations import DEFAULT_LOAD_SECONDS, DEFAULT_STORE_SECONDS
+from omlxd.operations import CHAINS, DEFAULT_LOAD_SECONDS, DEFAULT_STORE_SECONDS
 from omlxd.protocol import KEY_BYTES, MIN_VERSION, VERSION, Code, Message, RequestError
 from omlxd.storage.blocks import BlockMeta
 from omlxd.storage.loads import Part
@@ -68,7 +68,7 @@ def hello(session: Session, fields: Fields, request_id: int) -> None:
         "max_frame": server.settings.max_frame,
         "max_reserve": server.store.settings.max_reserved_bytes,
         "page": server.store.ram.arena.page_bytes,
-        "capabilities": ["prefetch", "touch", "deadline", "revoke"],
+        "capabilities": ["prefetch", "touch", "deadline", "revoke", CHAINS],
     }
     # Others come with the first answer that refers to them.
     session.ok_with_segments(request_id, answer, sorted(server.store.ram.arena.segments)[:FDS_AT_HELLO])
@@ -194,72 +194,6 @@ def prefetch(session: Session, fields: Fields, request_id: int) -> Message:
     """Start bringing a prefix from the SSD."""
     info = session.namespace(fields)
     return {"started": session.server.store.prefetch(fields.keys(), block_tokens=info.block_tokens)}
-
-
-@verb("prepare_store")
-async def prepare_store(session: Session, fields: Fields, request_id: int) -> Message | None:
-    """Reserve slots. ``keys`` is the chain from its head on; those from ``first`` on are offered."""
-    server = session.server
-    info = session.namespace(fields)
-    keys = fields.keys()
-    first = fields.integer("first", 0, len(keys), 0)
-    timeout = fields.seconds("timeout", DEFAULT_STORE_SECONDS)
-    server.refuse_when_closing()
-    sizes = fields.sizes("sizes", len(keys) - first)
-    if len(set(keys)) != len(keys):
-        raise RequestError(Code.BAD_REQUEST, "keys holds a key twice; a chain has no loops")
-    layouts = _layouts(fields.raw("layouts"))
-    metas = [
-        BlockMeta(
-            keys[index],
-            info.id,
-            sizes[index - first],
-            keys[index - 1] if index else None,
-            index,
-            layouts.get(str(index - first)),
-        )
-        for index in range(first, len(keys))
-    ]
-    offer = await server.store.prepare_store(
-        session, keys[:first], metas, block_tokens=info.block_tokens, timeout=timeout
-    )
-    if server.recorder.on:
-        server.recorder.stored(session, info, fields.raw("keys"), first, sizes)
-    for reason in offer.declined:
-        where = server.store.lookup([meta.key for meta in metas], prefix=False)
-        server.history.refused((meta.key for meta, code in zip(metas, where, strict=True) if not code), reason)
-    if session.closed:  # it went while we waited: nobody will complete what was just reserved
-        server.store.owner_gone(session, may_still_write=False)
-        return None
-    slots = [
-        (one.index, one.reservation, one.block.extent.segment, one.block.extent.offset)
-        for one in offer.reserved
-        if one.block.extent is not None
-    ]
-    answer: Message = {"slots": slots, "present": offer.present, "declined": dict(offer.declined)}
-    session.ok(request_id, answer, [one.block for one in offer.reserved])
-    return None
-
-
-def _layouts(value: object) -> dict[str, bytes]:
-    if value is None:
-        return {}
-    if not isinstance(value, dict) or not all(
-        isinstance(at, str) and isinstance(raw, bytes) and len(raw) <= 1 << 20 for at, raw in value.items()
-    ):
-        raise RequestError(
-            Code.BAD_REQUEST, "layouts: a map from the block's index (text) to its layout (bytes, at most 1 MiB)"
-        )
-    return value
-
-
-@verb("complete_store")
-def complete_store(session: Session, fields: Fields, request_id: int) -> Message:
-    """The reserved slots are written (``ok``), or are given up."""
-    stored = session.server.store.complete_store(
-        session, fields.numbers("reservations"), success=fields.flag("ok", True)
-    )
-    return {"stored": stored}
 
 
 def _inline_limit(server: Server) -> int:
