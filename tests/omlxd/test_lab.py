@@ -132,7 +132,7 @@ def test_what_is_no_trace_is_refused_with_the_line(tmp_path: Path, text: str) ->
     assert "line " in result.stderr or "a trace has at least one" in result.stderr
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_damaged_trace_is_read_or_refused_and_nothing_else(data: st.DataObject) -> None:
     text = "".join(RECORDING) if data.draw(st.booleans()) else small_trace.text()[:600]
@@ -304,7 +304,7 @@ def test_sizes_in_bytes_are_blocks_by_their_size() -> None:
     assert by_bytes["results"][0]["prefix_hit_pct"] == by_number["results"][0]["prefix_hit_pct"]
 
 
-@pytest.mark.parametrize("command", [["replay"], ["replay", "--policy", "lru", "--ssd", "30%"], ["advise", "--policy", "lru"]])
+@pytest.mark.parametrize("command", [["replay", "--size", "5%"], ["replay", "--policy", "lru", "--ssd", "30%"], ["advise", "--policy", "lru"]])
 def test_people_get_a_table_of_80_columns_without_a_bar(command: list[str]) -> None:
     result = run(command[0], small_trace.FILE, *command[1:])
     assert result.exit_code == 0, result.output
