@@ -211,6 +211,8 @@ class Spiller:
 
     async def commit_pending(self) -> None:
         """Carry out what the SSD tier has to do besides storing: discarded records leave the disk."""
+        async with self._transaction:
+            pass  # what is being written now may be discarded already
         while self._ssd.has_chores:
             outcome = await self._transact(())
             if outcome is None or outcome.reason:
@@ -301,30 +303,34 @@ class Spiller:
             encoded: list[EncodedBlock] = await asyncio.gather(
                 *(loop.run_in_executor(self._coders, ssd.encode, block.meta, ram.view(block)) for block in group)
             )
-            wanted = [one for one, block in zip(encoded, group, strict=True) if block.meta.key in self._dirty]
-            outcome = await self._transact(wanted)
+            outcome = await self._transact(encoded, unless_forgotten=True)
         finally:
             for block in group:
                 ram.unhold(block)
-        for one in wanted:
+        for one in encoded:
             if one.meta.key in ssd:
                 self.counts["spilled"] += 1
                 self.counts["spilled_bytes"] += one.meta.nbytes
-            else:
+            elif one.meta.key in self._dirty:
                 self.counts["not_spilled"] += 1
         # What a healthy disk does not take has no room there even when all that may leave has left: it stays in RAM for
         # as long as the policy keeps it. What a sick disk does not take is tried again when it is well.
         self._settle(group, park=not ssd.writable or (outcome is not None and bool(outcome.reason)))
 
-    async def _transact(self, encoded: Sequence[EncodedBlock]) -> CommitOutcome | None:
+    async def _transact(
+        self, encoded: Sequence[EncodedBlock], *, unless_forgotten: bool = False
+    ) -> CommitOutcome | None:
         """One plan, committed and booked; None when there was nothing to do.
 
+        ``unless_forgotten``: of ``encoded``, what is not dirty any more when the plan is made was removed, and is left out.
         Whoever waits for it may be cancelled (a client that goes): what was planned is booked all the same.
         """
-        return await asyncio.shield(asyncio.ensure_future(self._plan_and_commit(encoded)))
+        return await asyncio.shield(asyncio.ensure_future(self._plan_and_commit(encoded, unless_forgotten)))
 
-    async def _plan_and_commit(self, encoded: Sequence[EncodedBlock]) -> CommitOutcome | None:
+    async def _plan_and_commit(self, encoded: Sequence[EncodedBlock], unless_forgotten: bool) -> CommitOutcome | None:
         async with self._transaction:
+            if unless_forgotten:
+                encoded = [one for one in encoded if one.meta.key in self._dirty]
             plan = self._ssd.plan(encoded)
             if plan is None:
                 return None

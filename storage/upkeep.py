@@ -59,7 +59,7 @@ async def remove(store: Store, keys: Sequence[bytes]) -> int:
         for entry in entries:
             store.journal.tell("removed", "ssd", entry, "removed")
         found.update(entry.key for entry in entries)
-        store.ssd.discard([entry.key for entry in entries], "removed")
+        store.ssd.discard(keys, "removed")  # those that are being written, too
         await store.settle_ssd()
     store.progress()
     return len(found)
@@ -93,6 +93,7 @@ async def clear(store: Store, selection: Selection, tier: str = "all") -> Cleare
     if tier == "ram" and store.spiller is not None:
         await store.spiller.drain()
     on_ssd = await _selected_on_ssd(store, selection) if tier != "ram" else []
+    forgotten: list[bytes] = []
     if tier in ("all", "ram"):
         now = store.now()
         for block in list(store.ram.blocks.values()):
@@ -101,6 +102,7 @@ async def clear(store: Store, selection: Selection, tier: str = "all") -> Cleare
                 ram_blocks += 1
                 ram_bytes += block.meta.nbytes
                 forget_in_ram(store, block, "cleared")
+                forgotten.append(block.meta.key)
         store.ram.arena.release_empty()
         store.ram.arena.trim()
     if tier in ("all", "ssd") and store.ssd is not None:
@@ -111,7 +113,8 @@ async def clear(store: Store, selection: Selection, tier: str = "all") -> Cleare
         if selection.is_all:
             store.ssd.clear(None)
         else:
-            store.ssd.discard([entry.key for entry in on_ssd], "cleared")
+            being_written = forgotten if tier == "all" else []
+            store.ssd.discard([*(entry.key for entry in on_ssd), *being_written], "cleared")
         for entry in on_ssd:
             _only_in_ram(store, entry.key)
         await store.settle_ssd()
