@@ -304,7 +304,15 @@ def test_sizes_in_bytes_are_blocks_by_their_size() -> None:
     assert by_bytes["results"][0]["prefix_hit_pct"] == by_number["results"][0]["prefix_hit_pct"]
 
 
-@pytest.mark.parametrize("command", [["replay", "--size", "5%"], ["replay", "--policy", "lru", "--ssd", "30%"], ["advise", "--policy", "lru"]])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["replay", "--size", "5%"],
+        ["replay", "--policy", "lru", "--ssd", "30%"],
+        ["advise", "--policy", "lru"],
+    ],
+    ids=["replay", "two tiers", "advise"],
+)
 def test_people_get_a_table_of_80_columns_without_a_bar(command: list[str]) -> None:
     result = run(command[0], small_trace.FILE, *command[1:])
     assert result.exit_code == 0, result.output
