@@ -15,68 +15,25 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Sequence
+from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TypeVar
 
-from omlxd import operations, storing
-from omlxd.aio_link import AsyncCall, AsyncLink
+from omlxd.aio_link import AsyncLink
+from omlxd.aio_opening import Opening
+from omlxd.aio_space import Lease, Space
 from omlxd.backoff import Backoff
 from omlxd.client import GLANCE_SECONDS
 from omlxd.errors import Refused, Unavailable
-from omlxd.leases import LeaseCore, LoadedBlock
 from omlxd.link import CALL_SECONDS, NotYet
-from omlxd.operations import (
-    DEFAULT_LOAD_SECONDS,
-    DEFAULT_STORE_SECONDS,
-    GRACE_SECONDS,
-    Ask,
-    Operation,
-    Question,
-    Ranges,
-    SpaceCore,
-    Work,
-)
+from omlxd.operations import GRACE_SECONDS, Ask, Operation, Question, SpaceCore, Work, namespace_of
 from omlxd.paths import socket_path
 from omlxd.protocol import Message
-from omlxd.results import Hit, StoreResult
-from omlxd.storage.chain import ExtraKey, Namespace, Tokens
 from omlxd.storage.layout import Layout
-
-if TYPE_CHECKING:
-    from omlxd.operations import Payload
 
 __all__ = ["Cache", "Lease", "Refused", "Space", "Unavailable", "connect"]
 
 T = TypeVar("T")
-
-
-class _Closing(Protocol):
-    async def aclose(self) -> None: ...
-
-
-C = TypeVar("C", bound=_Closing)
-
-
-class Opening(Generic[C]):
-    """Something that is being opened: ``await`` it, or use it in ``async with``, which also closes it."""
-
-    def __init__(self, make: Callable[[], Coroutine[object, object, C]]) -> None:
-        self._make = make
-        self._made: C | None = None
-
-    def __await__(self) -> Generator[object, None, C]:
-        return self._make().__await__()
-
-    async def __aenter__(self) -> C:
-        self._made = await self._make()
-        return self._made
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._made is not None:
-            await self._made.aclose()
 
 
 def connect(
@@ -151,14 +108,7 @@ class Cache:
         model_path: str | os.PathLike[str] | None = None,
     ) -> Space:
         """The namespace of one model in one configuration; arguments as of :meth:`omlxd.Cache.namespace`."""
-        namespace = Namespace(
-            model=model,
-            fingerprint=fingerprint,
-            block_tokens=block_tokens,
-            layout=layout.to_bytes() if layout is not None else b"",
-            salt=salt,
-        )
-        space = Space(self, namespace, layout, None if model_path is None else os.path.abspath(model_path))
+        space = Space(self, namespace_of(model, fingerprint, block_tokens, layout, salt), layout, model_path)
         await self._handle(await self._current(), space)
         return space
 
@@ -286,203 +236,3 @@ async def _move_bytes(work: Work) -> None:
     except asyncio.CancelledError:
         await asyncio.wait([moving])  # it writes into slots that are about to be given back
         raise
-
-
-class Space(SpaceCore):
-    """A namespace of a daemon. Token ids are hashed here and never leave this process."""
-
-    def __init__(
-        self, cache: Cache, namespace: Namespace, layout: Layout | None, model_path: str | None = None
-    ) -> None:
-        super().__init__(namespace, layout, model_path)
-        self._cache = cache
-
-    def __repr__(self) -> str:
-        return f"<omlxd.aio.Space {self.namespace.model} {self.id[:4].hex()}>"
-
-    async def match(
-        self,
-        tokens: Tokens,
-        *,
-        prefetch: bool = False,
-        extra_keys: ExtraKey = None,
-        extra_key_ranges: Ranges = None,
-    ) -> Hit:
-        """How much of ``tokens`` could be restored now. ``prefetch=True`` starts bringing it from the SSD."""
-        return await self.match_keys(self.hashes(tokens, extra_keys, extra_key_ranges), prefetch=prefetch)
-
-    def load(
-        self,
-        tokens: Tokens,
-        *,
-        timeout: float = DEFAULT_LOAD_SECONDS,
-        mode: str = "wait",
-        prefill_tokens_per_s: float | None = None,
-        extra_keys: ExtraKey = None,
-        extra_key_ranges: Ranges = None,
-    ) -> Opening[Lease]:
-        """Lease the longest prefix of ``tokens`` that can be had; as :meth:`omlxd.Space.load`. ``async with`` or ``await`` it."""
-        hashes = self.hashes(tokens, extra_keys, extra_key_ranges)
-        return self.load_keys(hashes, timeout=timeout, mode=mode, prefill_tokens_per_s=prefill_tokens_per_s)
-
-    async def store(
-        self,
-        tokens: Tokens,
-        payloads: Sequence[Payload],
-        *,
-        start: int = 0,
-        timeout: float = DEFAULT_STORE_SECONDS,
-        extra_keys: ExtraKey = None,
-        extra_key_ranges: Ranges = None,
-    ) -> StoreResult:
-        """Store one payload for each full block of ``tokens`` from token ``start`` on; as :meth:`omlxd.Space.store`."""
-        first = self.first_block(start)
-        hashes = self.hashes(tokens, extra_keys, extra_key_ranges)
-        return await self.store_keys(hashes, payloads, start=first, timeout=timeout)
-
-    # -- with keys of your own: 32 bytes that name a block by its content and everything before it
-
-    async def match_keys(self, hashes: Sequence[bytes], *, prefetch: bool = False) -> Hit:
-        """As :meth:`match`, for chain hashes of your own."""
-        return await self._cache._ask(self, operations.match(self, hashes, prefetch))
-
-    async def lookup_keys(self, hashes: Sequence[bytes]) -> list[bool]:
-        """For each hash: could its block be loaded now? One round trip."""
-        return await self._cache._ask(self, operations.lookup(hashes))
-
-    def load_keys(
-        self,
-        hashes: Sequence[bytes],
-        *,
-        timeout: float = DEFAULT_LOAD_SECONDS,
-        mode: str = "wait",
-        prefill_tokens_per_s: float | None = None,
-    ) -> Opening[Lease]:
-        """As :meth:`load`, for chain hashes of your own."""
-        fields = operations.load_fields(hashes, mode, timeout, prefill_tokens_per_s)
-
-        async def make() -> Lease:
-            link = await self._cache._current()
-            lease = Lease(link, self, hashes, timeout)
-            if hashes:
-                fields["ns"] = await self._cache._handle(link, self)
-            await lease._begin(fields)
-            return lease
-
-        return Opening(make)
-
-    async def store_keys(
-        self,
-        hashes: Sequence[bytes],
-        payloads: Sequence[Payload],
-        *,
-        start: int = 0,
-        timeout: float = DEFAULT_STORE_SECONDS,
-    ) -> StoreResult:
-        """As :meth:`store`, for chain hashes of your own; ``start`` counts blocks here."""
-        operations.check_counts(hashes, payloads, start)
-        return await self._cache._run(
-            lambda owner: storing.store(owner, self, hashes, payloads, start, timeout, time.monotonic)
-        )
-
-    async def get(self, chain_hash: bytes, *, timeout: float = DEFAULT_LOAD_SECONDS) -> bytes | None:
-        """One block's payload as bytes through the socket; None when it can't be had."""
-        return await self._cache._ask(self, operations.get(chain_hash, timeout))
-
-    async def put(self, chain_hash: bytes, payload: bytes, *, parent: bytes | None = None, position: int = 0) -> bool:
-        """Store one block through the socket; is it in the cache now?"""
-        return await self._cache._ask(self, operations.put(chain_hash, payload, parent, position))
-
-    async def touch(self, tokens: Tokens) -> None:
-        """Say that this engine used its own copy of the blocks of ``tokens``, so that the daemon keeps them young."""
-        hashes = self.hashes(tokens)
-        if hashes:
-            link = await self._cache._current()
-            handle = await self._cache._handle(link, self)
-            link.tell("touch", {"ns": handle, "keys": operations.pack_keys(hashes)})
-
-
-class Lease(LeaseCore):
-    """Blocks that the daemon holds for this client, iterated head to tail with ``async for``."""
-
-    def __init__(self, link: AsyncLink, space: Space, hashes: Sequence[bytes], timeout: float) -> None:
-        super().__init__(hashes, space.block_tokens, space.layout, link.holding)
-        self._link = link
-        self._deadline = time.monotonic() + timeout + GRACE_SECONDS
-        self._call: AsyncCall | None = None
-
-    async def __aiter__(self) -> AsyncIterator[LoadedBlock]:
-        index = 0
-        while True:
-            while index >= len(self.slots):
-                if not await self._advance():
-                    return
-            yield LoadedBlock(self, index)
-            index += 1
-
-    async def wait(self) -> Lease:
-        """Wait until all that can be had has come, at most as long as the load was given."""
-        while await self._advance():
-            pass
-        return self
-
-    def release(self) -> None:
-        """End the lease. A second release does nothing."""
-        self.end("it was released")
-
-    async def aclose(self) -> None:
-        """As :meth:`release`."""
-        self.release()
-
-    async def __aenter__(self) -> Lease:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
-
-    def end(self, reason: str) -> None:
-        """End it, for ``reason``; what is still on its way is given back."""
-        call, self._call = self._call, None
-        if call is not None:
-            self.finished = True
-            if self.lease_id is None:
-                self._link.abandon(call)
-        super().end(reason)
-
-    async def _begin(self, fields: Message) -> None:
-        if not self.keys:
-            self.finished = True
-            return
-        self._call = self._link.begin("load", fields)
-        await self._advance()
-
-    async def _advance(self) -> bool:
-        """Take the next frame of the answer; False when there is none to come."""
-        call = self._call
-        if call is None:
-            return False
-        try:
-            answer = await self._link.next(call, self._deadline - time.monotonic())
-        except Refused:
-            self._call = None
-            self.finished = True
-            raise
-        except asyncio.CancelledError:
-            self.end("the task that waited for it was cancelled")
-            raise
-        except Unavailable as error:
-            # What has come is mapped here and stays as it is; only no more comes.
-            self._link.abandon(call)
-            self._call = None
-            self.finished = True
-            self.stopped = str(error)
-            if not self.slots:
-                raise
-            return False
-        self.take(answer.body)
-        if answer.kind == "ok":
-            self.finished = True
-            self._call = None
-        return True

@@ -10,34 +10,18 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
-from omlxd import operations, storing
 from omlxd.backoff import Backoff
 from omlxd.errors import Refused, Unavailable
-from omlxd.leases import LeaseCore, LoadedBlock
-from omlxd.link import CALL_SECONDS, Call, Link, NotYet, forgotten_in_children
-from omlxd.operations import (
-    DEFAULT_LOAD_SECONDS,
-    DEFAULT_STORE_SECONDS,
-    GRACE_SECONDS,
-    Ask,
-    Operation,
-    Question,
-    Ranges,
-    SpaceCore,
-    Work,
-)
+from omlxd.link import CALL_SECONDS, Link, NotYet, forgotten_in_children
+from omlxd.operations import GRACE_SECONDS, Ask, Operation, Question, SpaceCore, Work, namespace_of
 from omlxd.paths import socket_path
 from omlxd.protocol import Message
-from omlxd.results import Hit, StoreResult
-from omlxd.storage.chain import ExtraKey, Namespace, Tokens
+from omlxd.space import Lease, Space
 from omlxd.storage.layout import Layout
-
-if TYPE_CHECKING:
-    from omlxd.operations import Payload
 
 __all__ = ["Cache", "Lease", "Refused", "Space", "Unavailable", "connect"]
 
@@ -125,18 +109,7 @@ class Cache:
         ``block_tokens`` for the block size in tokens, ``salt`` keeps users or tenants apart. The daemon watches
         ``model_path``, the folder of the weights, where it is given, and lets blocks go that were made of older ones.
         """
-        space = Space(
-            self,
-            Namespace(
-                model=model,
-                fingerprint=fingerprint,
-                block_tokens=block_tokens,
-                layout=layout.to_bytes() if layout is not None else b"",
-                salt=salt,
-            ),
-            layout,
-            None if model_path is None else os.path.abspath(model_path),
-        )
+        space = Space(self, namespace_of(model, fingerprint, block_tokens, layout, salt), layout, model_path)
         self._handle(self._current(), space)
         return space
 
@@ -277,206 +250,3 @@ class Cache:
         if step.space is not None:
             fields = {"ns": self._handle(link, step.space), **fields}
         return link.ask(step.verb, fields, step.timeout + GRACE_SECONDS if step.timeout else self._timeout)
-
-
-class Space(SpaceCore):
-    """A namespace of a daemon. Token ids are hashed here and never leave this process."""
-
-    def __init__(
-        self, cache: Cache, namespace: Namespace, layout: Layout | None, model_path: str | None = None
-    ) -> None:
-        super().__init__(namespace, layout, model_path)
-        self._cache = cache
-
-    def __repr__(self) -> str:
-        return f"<omlxd.Space {self.namespace.model} {self.id[:4].hex()}>"
-
-    def match(
-        self,
-        tokens: Tokens,
-        *,
-        prefetch: bool = False,
-        extra_keys: ExtraKey = None,
-        extra_key_ranges: Ranges = None,
-    ) -> Hit:
-        """How much of ``tokens`` could be restored now. ``prefetch=True`` starts bringing it from the SSD."""
-        return self.match_keys(self.hashes(tokens, extra_keys, extra_key_ranges), prefetch=prefetch)
-
-    def load(
-        self,
-        tokens: Tokens,
-        *,
-        timeout: float = DEFAULT_LOAD_SECONDS,
-        mode: str = "wait",
-        prefill_tokens_per_s: float | None = None,
-        extra_keys: ExtraKey = None,
-        extra_key_ranges: Ranges = None,
-    ) -> Lease:
-        """Lease the longest prefix of ``tokens`` that can be had.
-
-        Blocks in RAM are there at once; the others come head to tail while you iterate, and iteration stops at the
-        first that can't be had.
-
-        ``mode``: ``"wait"`` brings blocks from the SSD for at most ``timeout`` seconds; ``"best_effort"`` takes what is in
-        RAM. ``prefill_tokens_per_s``: what the engine computes by itself; a restore that would be slower is not made.
-        """
-        hashes = self.hashes(tokens, extra_keys, extra_key_ranges)
-        return self.load_keys(hashes, timeout=timeout, mode=mode, prefill_tokens_per_s=prefill_tokens_per_s)
-
-    def store(
-        self,
-        tokens: Tokens,
-        payloads: Sequence[Payload],
-        *,
-        start: int = 0,
-        timeout: float = DEFAULT_STORE_SECONDS,
-        extra_keys: ExtraKey = None,
-        extra_key_ranges: Ranges = None,
-    ) -> StoreResult:
-        """Store one payload for each full block of ``tokens`` from token ``start`` on.
-
-        A payload is bytes-like, or a list of ``mx.array`` in the layout's order. ``tokens`` is the whole prompt: a block is
-        named by everything before it too. ``start`` is a multiple of the block size. Waits at most ``timeout`` seconds for
-        room; what finds none is declined, never half stored.
-
-        Raises:
-            ValueError: ``start`` is off, there are more payloads than full blocks, or a payload does not fit the layout.
-        """
-        first = self.first_block(start)
-        hashes = self.hashes(tokens, extra_keys, extra_key_ranges)
-        return self.store_keys(hashes, payloads, start=first, timeout=timeout)
-
-    # -- with keys of your own: 32 bytes that name a block by its content and everything before it
-
-    def match_keys(self, hashes: Sequence[bytes], *, prefetch: bool = False) -> Hit:
-        """As :meth:`match`, for chain hashes of your own."""
-        return self._cache._ask(self, operations.match(self, hashes, prefetch))
-
-    def lookup_keys(self, hashes: Sequence[bytes]) -> list[bool]:
-        """For each hash: could its block be loaded now? One round trip."""
-        return self._cache._ask(self, operations.lookup(hashes))
-
-    def load_keys(
-        self,
-        hashes: Sequence[bytes],
-        *,
-        timeout: float = DEFAULT_LOAD_SECONDS,
-        mode: str = "wait",
-        prefill_tokens_per_s: float | None = None,
-    ) -> Lease:
-        """As :meth:`load`, for chain hashes of your own."""
-        fields = operations.load_fields(hashes, mode, timeout, prefill_tokens_per_s)
-        link = self._cache._current()
-        lease = Lease(link, self, hashes, timeout)
-        if hashes:
-            fields["ns"] = self._cache._handle(link, self)
-        lease._begin(fields)
-        return lease
-
-    def store_keys(
-        self,
-        hashes: Sequence[bytes],
-        payloads: Sequence[Payload],
-        *,
-        start: int = 0,
-        timeout: float = DEFAULT_STORE_SECONDS,
-    ) -> StoreResult:
-        """As :meth:`store`, for chain hashes of your own; ``start`` counts blocks here."""
-        operations.check_counts(hashes, payloads, start)
-        return self._cache._run(
-            lambda owner: storing.store(owner, self, hashes, payloads, start, timeout, time.monotonic)
-        )
-
-    def get(self, chain_hash: bytes, *, timeout: float = DEFAULT_LOAD_SECONDS) -> bytes | None:
-        """One block's payload as bytes through the socket; None when it can't be had."""
-        return self._cache._ask(self, operations.get(chain_hash, timeout))
-
-    def put(self, chain_hash: bytes, payload: bytes, *, parent: bytes | None = None, position: int = 0) -> bool:
-        """Store one block through the socket; is it in the cache now?"""
-        return self._cache._ask(self, operations.put(chain_hash, payload, parent, position))
-
-    def touch(self, tokens: Tokens) -> None:
-        """Say that this engine used its own copy of the blocks of ``tokens``, so that the daemon keeps them young."""
-        link = self._cache._current()
-        hashes = self.hashes(tokens)
-        if hashes:
-            link.tell("touch", {"ns": self._cache._handle(link, self), "keys": operations.pack_keys(hashes)})
-
-
-class Lease(LeaseCore):
-    """Blocks that the daemon holds for this client: a context manager, iterated head to tail."""
-
-    def __init__(self, link: Link, space: Space, hashes: Sequence[bytes], timeout: float) -> None:
-        super().__init__(hashes, space.block_tokens, space.layout, link.holding)
-        self._link = link
-        self._deadline = time.monotonic() + timeout + GRACE_SECONDS
-        self._call: Call | None = None
-
-    def __enter__(self) -> Lease:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
-
-    def __iter__(self) -> Iterator[LoadedBlock]:
-        index = 0
-        while True:
-            while index >= len(self.slots):
-                if not self._advance():
-                    return
-            yield LoadedBlock(self, index)
-            index += 1
-
-    def wait(self) -> Lease:
-        """Wait until all that can be had has come, at most as long as the load was given."""
-        while self._advance():
-            pass
-        return self
-
-    def release(self) -> None:
-        """End the lease. A second release does nothing."""
-        self.end("it was released")
-
-    def end(self, reason: str) -> None:
-        """End it, for ``reason``; what is still on its way is given back."""
-        call, self._call = self._call, None
-        if call is not None:
-            self.finished = True
-            if self.lease_id is None:
-                self._link.abandon(call)
-        super().end(reason)
-
-    def _begin(self, fields: Message) -> None:
-        if not self.keys:
-            self.finished = True
-            return
-        self._call = self._link.begin("load", fields)
-        self._advance()
-
-    def _advance(self) -> bool:
-        """Take the next frame of the answer; False when there is none to come."""
-        call = self._call
-        if call is None:
-            return False
-        try:
-            answer = self._link.next(call, self._deadline - time.monotonic())
-        except Refused:
-            self._call = None
-            self.finished = True
-            raise
-        except Unavailable as error:
-            # What has come is mapped here and stays as it is; only no more comes.
-            self._link.abandon(call)
-            self._call = None
-            self.finished = True
-            self.stopped = str(error)
-            if not self.slots:
-                raise
-            return False
-        self.take(answer.body)
-        if answer.kind == "ok":
-            self.finished = True
-            self._call = None
-        return True

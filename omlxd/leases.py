@@ -5,16 +5,20 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from time import monotonic
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
-from omlxd.errors import LeaseEnded
+from omlxd.errors import LeaseEnded, Refused, Unavailable
 from omlxd.storage.layout import Layout
 
 if TYPE_CHECKING:
     import mlx.core as mx
 
     from omlxd.holding import Holding
+    from omlxd.operations import SpaceCore
+    from omlxd.protocol import Answer
 
+C = TypeVar("C", contravariant=True)
 Slot = Sequence[int]  # segment, offset in bytes, payload bytes
 
 
@@ -253,3 +257,56 @@ class LeaseCore:
     def _tell_if_unused(self) -> None:
         if not self._in_use and self.lease_id is not None and self._telling.acquire(blocking=False):
             self.holding.done(self.lease_id)
+
+
+class Answering(Protocol[C]):
+    """What a lease needs of the connection that it came over."""
+
+    @property
+    def holding(self) -> Holding: ...  # noqa: D102
+    def abandon(self, call: C) -> None: ...  # noqa: D102
+
+
+class LinkedLease(LeaseCore, Generic[C]):
+    """A lease that fills from the answer to a ``load``; both clients' leases only differ in how they wait for it."""
+
+    def __init__(self, link: Answering[C], keys: Sequence[bytes], space: SpaceCore, seconds: float) -> None:
+        """``seconds``: how long all of the answer may take."""
+        super().__init__(keys, space.block_tokens, space.layout, link.holding)
+        self._abandon = link.abandon
+        self._deadline = monotonic() + seconds
+        self._call: C | None = None
+
+    def release(self) -> None:
+        """End the lease. A second release does nothing."""
+        self.end("it was released")
+
+    def end(self, reason: str) -> None:
+        """End it, for ``reason``; what is still on its way is given back."""
+        call, self._call = self._call, None
+        if call is not None:
+            self.finished = True
+            if self.lease_id is None:
+                self._abandon(call)
+        super().end(reason)
+
+    def _seconds_left(self) -> float:
+        return self._deadline - monotonic()
+
+    def _answered(self, answer: Answer) -> None:
+        self.take(answer.body)
+        if answer.kind == "ok":
+            self.finished = True
+            self._call = None
+
+    def _failed(self, call: C, error: Refused | Unavailable) -> None:
+        """No more comes. Raises ``error`` where nothing has come so far."""
+        self._call = None
+        self.finished = True
+        if isinstance(error, Refused):
+            raise error
+        # What has come is mapped here and stays as it is.
+        self._abandon(call)
+        self.stopped = str(error)
+        if not self.slots:
+            raise error

@@ -7,6 +7,7 @@ thrown in where it asked.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, Protocol, TypeAlias, TypeVar
@@ -104,9 +105,11 @@ class Owner(Protocol):
 class SpaceCore:
     """A namespace on the engine's side: names blocks, knows their layout."""
 
-    def __init__(self, namespace: Namespace, layout: Layout | None, model_path: str | None = None) -> None:
+    def __init__(
+        self, namespace: Namespace, layout: Layout | None, model_path: str | os.PathLike[str] | None = None
+    ) -> None:
         self.namespace = namespace
-        self.model_path = model_path
+        self.model_path = None if model_path is None else os.path.abspath(model_path)
         self.layout = layout
         self.block_tokens = namespace.block_tokens
         self.id = namespace.id
@@ -132,6 +135,14 @@ class SpaceCore:
         if start % self.block_tokens or start < 0:
             raise ValueError(f"start is token {start}; it must be a multiple of block_tokens ({self.block_tokens})")
         return start // self.block_tokens
+
+
+def namespace_of(
+    model: str, fingerprint: str, block_tokens: int, layout: Layout | None, salt: str | bytes | None
+) -> Namespace:
+    """The namespace of one model in one configuration; see ``Cache.namespace``."""
+    raw = layout.to_bytes() if layout is not None else b""
+    return Namespace(model=model, fingerprint=fingerprint, block_tokens=block_tokens, layout=raw, salt=salt)
 
 
 def check_counts(hashes: Sequence[bytes], payloads: Sequence[Payload], start: int) -> None:
