@@ -173,6 +173,11 @@ class CachePolicy(ABC):
         """
         return False
 
+    keeps_heads = False
+    """Whether the policy itself sees to it that a block does not leave before what continues it. Of others a tier
+    touches the blocks before each one that it stores.
+    """
+
     def worth_writing(self, key: bytes) -> bool:
         """Asked of the SSD tier's policy before a block is written there: is it likely enough to be asked for again?"""
         return True

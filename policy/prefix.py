@@ -27,12 +27,23 @@ AGAIN_COUNTS = 2.0
 class PrefixCachePolicy(CachePolicy):
     """Learns how long each kind of prefix is worth its room."""
 
+    keeps_heads = True
+
     def __init__(self, cache_capacity: int) -> None:
-        super().__init__(cache_capacity)
         self._history = History(cache_capacity)
+        super().__init__(cache_capacity)
         self._missed: Sequence[bytes] = ()
         self._declined = False
         self._rent = 0.0
+
+    @property
+    def cache_capacity(self) -> int:
+        """In chunks; a tier with a byte budget changes it as the mean size of its blocks does."""
+        return self._history.capacity
+
+    @cache_capacity.setter
+    def cache_capacity(self, capacity: int) -> None:
+        self._history.set_capacity(capacity)
 
     @property
     def declined(self) -> bool:
@@ -54,11 +65,20 @@ class PrefixCachePolicy(CachePolicy):
         """Append `keys` to the path of the running request."""
         path = self._path(ctx)
         if path is None:
-            path = self._history.open_path()
-            ctx.scratch[self] = (self._history, path)
+            path = self._begin(ctx)
         path.expected = len(ctx.positions)
         path.context = ctx
         self._history.use(path, keys, create=True)
+
+    def _begin(self, ctx: RequestContext) -> Path:
+        """A path for the request of `ctx`: a new one, or its old one where it has ended before and goes on."""
+        entry = ctx.scratch.get(self)
+        if isinstance(entry, tuple) and entry[0] is self._history:
+            path: Path = self._history.reopen(entry[1])
+        else:
+            path = self._history.open_path()
+        ctx.scratch[self] = (self._history, path)
+        return path
 
     def _path(self, ctx: RequestContext | None) -> Path | None:
         """The path of a request that runs, if this policy has seen it since the last `clear`."""
@@ -79,8 +99,6 @@ class PrefixCachePolicy(CachePolicy):
         """One use of the path that the request's keys make, over all KV groups."""
         keys = order_request_keys(key_groups, ctx)
         path = self._path(ctx)
-        if ctx is not None:
-            ctx.scratch.pop(self, None)
         if path is None:
             self.touch(keys, ctx)
             return
@@ -93,10 +111,12 @@ class PrefixCachePolicy(CachePolicy):
 
     def touch(self, keys: Sequence[bytes], ctx: RequestContext | None = None) -> None:
         """One use of the path that `keys` make, heads first. Keys that are not here become ghosts: they may be in
-        the other tier, and come here later.
+        the other tier, and come here later. With the context of a request it is that request that used them, once.
         """
         if keys:
-            path = self._history.open_path()
+            path = self._history.open_path() if ctx is None else self._path(ctx) or self._begin(ctx)
+            if ctx is not None:
+                path.expected = max(path.expected, len(ctx.positions))
             self._history.use(path, keys, create=True)
             self._history.close(path)
 
@@ -208,22 +228,20 @@ class PrefixCachePolicy(CachePolicy):
         return [(node.key, chunk) for node, chunk in victims]
 
     def _worth_of_newcomers(self, protected: Collection[bytes]) -> float:
-        """Worth of the deepest of the blocks that are to be stored, where the policy knows them."""
+        """Worth of the deepest of the blocks that a request stores which may be declined; otherwise nothing is worth more."""
+        paths = self._history.paths
+        if not any(path.context is not None and path.context.may_be_declined for path in paths):
+            return inf
         nodes = self._history.nodes
         deepest: Node | None = None
         for key in protected:
             node = nodes.get(key)
             if node is not None and node.chunk is None and (deepest is None or node.place > deepest.place):
                 deepest = node
-        if deepest is None:
+        path = None if deepest is None else deepest.group
+        if deepest is None or not isinstance(path, Path) or path.context is None or not path.context.may_be_declined:
             return inf
-        group = deepest.group
-        if isinstance(group, Path):
-            if group.context is None or not group.context.may_be_declined:
-                return inf
-            uses = group.uses_at(deepest.place)
-            return self._history.model.of(path_features(group, STRETCH, uses)).worths[0]
-        return group.group_class.worths[group.bin]
+        return self._history.model.of(path_features(path, STRETCH, path.uses_at(deepest.place))).worths[0]
 
     def _take_any(
         self,
@@ -248,12 +266,13 @@ class PrefixCachePolicy(CachePolicy):
     # What the tiers ask
 
     def worth_writing(self, key: bytes) -> bool:
-        """Whether the block's uses will outweigh the rent of its room by enough; True for one that nothing is known of.
+        """Whether the block's uses will outweigh the rent of its room by enough.
 
-        The rent is what the room of the latest victim was worth.
+        The rent is what the room of the latest victim was worth; while there was none, and while there is nothing
+        to predict from, every block is worth it.
         """
         node = self._history.nodes.get(key)
-        if node is None or isinstance(node.group, Path):
+        if not self._rent or node is None or isinstance(node.group, Path):
             return True
         group = node.group
         group_class = group.group_class

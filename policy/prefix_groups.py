@@ -118,11 +118,14 @@ class Path:
         "context",
         "expected",
         "gap",
+        "goes_on",
+        "groups",
         "hits",
         "known",
         "leading",
         "nodes",
         "runs",
+        "settled",
         "shadow_hits",
         "shadow_leading",
         "taken",
@@ -151,6 +154,27 @@ class Path:
         self.shadow_hits = 0
         """how many would have been under LRU."""
         self.shadow_leading = True
+        self.goes_on = False
+        """Whether its request had ended once before."""
+        self.groups: list[Group] = []
+        """What became of its blocks when it ended."""
+        self.settled = (0, 0, 0)
+        """What the guard knows already of asked, hits and shadow_hits."""
+
+    def hand_over(self, later: Path) -> None:
+        """`later` goes on where this path ended."""
+        later.goes_on = True
+        later.known, later.gap = self.known, self.gap
+        later.leading, later.shadow_leading = self.leading, self.shadow_leading
+        later.hits, later.shadow_hits, later.asked = self.hits, self.shadow_hits, self.asked
+        later.expected, later.context = self.expected, self.context
+        later.settled = self.settled
+
+    def unsettled(self) -> tuple[int, int, int, bool]:
+        """Asked, hits and shadow hits since the request ended last, and whether it is the first that used something again."""
+        asked, hits, shadow_hits = self.settled
+        self.settled = (self.asked, self.hits, self.shadow_hits)
+        return self.asked - asked, self.hits - hits, self.shadow_hits - shadow_hits, self.known > 0 and not self.goes_on
 
     def uses_at(self, place: int) -> int:
         """How often the block at `place` has been used, this time included."""

@@ -12,7 +12,8 @@ from collections import OrderedDict
 from omlxd.policy.prefix_groups import Group
 
 _SLACK_PART = 0.001  # how far behind LRU a trial may fall, as a part of all blocks asked for
-_CREDIT_PART = 0.02  # how much of a lead it may lose again later, as a part of all blocks asked for
+_CREDIT_PART = 0.02  # how much of a lead it may lose again later, likewise
+_DEBT_PART = 0.002  # how far behind LRU all may be when another trial begins, likewise
 _PAUSE = 0.25  # the first pause between two trials, as a part of all blocks asked for; each further one is twice that
 _LEARN_FIRST = 40  # requests that used something again, before which nothing is predicted
 _HORIZON = 4_000_000  # blocks asked for after which all that was counts half
@@ -21,16 +22,18 @@ _HORIZON = 4_000_000  # blocks asked for after which all that was counts half
 class Guard:
     """Counts hits of the policy and of LRU; `lru_leads` while the policy should do as LRU does.
 
-    It begins as LRU, until there is something to learn from. Then the predictions are always on trial. A trial
-    that falls behind by the slack ends; the policy then does as LRU for a while, longer after each trial that
-    ends so, and tries again. So predictions that never hold cost a bounded part of all hits, whatever the
-    workload, and a good trial that a few long requests ended by chance costs one short pause.
+    It begins as LRU, until there is something to learn from. Then the predictions are on trial. A trial that falls
+    behind by the slack ends; the policy then does as LRU for a while, longer after each trial that ends so, and
+    tries again, unless all trials together have cost too much already. So predictions that never hold cost a
+    bounded part of all hits, whatever the workload, and a good trial that a few long requests ended by chance
+    costs one short pause.
     """
 
     def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
+        self.capacity = capacity
         self._asked = 0.0
-        self._lead = 0.0
+        self._lead = 0.0  # of all that was
+        self._trial_lead = 0.0
         self._retry_at = 0.0
         self._pause = _PAUSE
         self._groups: OrderedDict[Group, None] = OrderedDict()  # those of which LRU has something, oldest first
@@ -38,32 +41,39 @@ class Guard:
         self._hits = 0
         self.lru_leads = True
 
-    def settle(self, asked: int, hits: int, shadow_hits: int, *, reused: bool, compare: bool) -> None:
+    def settle(self, asked: int, hits: int, shadow_hits: int, reused: bool, *, compare: bool) -> None:
         """A request asked for so many blocks; so many leading ones were there, and would have been under LRU.
 
         `reused`: some had been used before, be they there or not. `compare`: its misses were going to be stored. Of
         uses that were merely reported, as to the SSD tier, LRU would not have stored them either.
         """
         self._asked += asked
-        if self.lru_leads:
+        difference = hits - shadow_hits if compare else 0
+        self._lead += difference
+        if not self.lru_leads:
+            if compare:
+                self._judge(difference)
+        else:
             self._hits += reused
-            if self._asked >= self._retry_at and self._hits >= _LEARN_FIRST:
+            in_debt = self._lead < -_DEBT_PART * self._asked
+            if self._asked >= self._retry_at and self._hits >= _LEARN_FIRST and not in_debt:
                 self.lru_leads = False
-                self._lead = 0.0
-        elif compare:
-            difference = hits - shadow_hits
-            self._lead = min(self._lead + difference, _CREDIT_PART * self._asked)
-            slack = _SLACK_PART * self._asked
-            if self._lead > slack:
-                self._pause = _PAUSE
-            elif -self._lead > slack:
-                self.lru_leads = True
-                self._retry_at = (1.0 + self._pause) * self._asked
-                self._pause *= 2.0
+                self._trial_lead = 0.0
         if self._asked > _HORIZON:
             self._asked *= 0.5
-            self._retry_at *= 0.5
             self._lead *= 0.5
+            self._trial_lead *= 0.5
+            self._retry_at *= 0.5
+
+    def _judge(self, difference: int) -> None:
+        self._trial_lead = min(self._trial_lead + difference, _CREDIT_PART * self._asked)
+        slack = _SLACK_PART * self._asked
+        if self._trial_lead > slack:
+            self._pause = _PAUSE
+        elif self._trial_lead < -slack:
+            self.lru_leads = True
+            self._retry_at = (1.0 + self._pause) * self._asked
+            self._pause *= 2.0
 
     def used(self, group: Group) -> None:
         """`group` is the latest one: LRU has all of it."""
@@ -84,10 +94,10 @@ class Guard:
 
     def trim(self) -> None:
         """Evict as LRU does."""
-        while self._kept > self._capacity:
+        while self._kept > self.capacity:
             group = next(iter(self._groups))
             nodes, top, place = group.nodes, group.top, group.shadow
-            while place > top and self._kept > self._capacity:
+            while place > top and self._kept > self.capacity:
                 place -= 1
                 if nodes[place] is not None:
                     self._kept -= 1
@@ -97,13 +107,14 @@ class Guard:
                 del self._groups[group]
 
     def state(self) -> tuple[float, ...]:
-        """What must survive a restart; the blocks of LRU do not."""
-        return self._asked, self._lead, self._retry_at, self._pause, float(self._hits), float(self.lru_leads)
+        """What must survive a restart, numbers; the blocks of LRU do not."""
+        return tuple(float(getattr(self, name)) for name in _SAVED)
 
-    def restore(
-        self, asked: float, lead: float, retry_at: float, pause: float, hits: float, lru_leads: float
-    ) -> None:
+    def restore(self, *numbers: float) -> None:
         """Go on from `state`."""
-        self._asked, self._lead, self._retry_at, self._pause = asked, lead, retry_at, pause
-        self._hits = int(hits)
-        self.lru_leads = bool(lru_leads)
+        for name, number in zip(_SAVED, numbers, strict=True):
+            setattr(self, name, type(getattr(self, name))(number))
+
+
+_SAVED = ("_asked", "_lead", "_trial_lead", "_retry_at", "_pause", "_hits", "lru_leads")
+NUM_SAVED = len(_SAVED)

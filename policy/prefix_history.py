@@ -18,7 +18,7 @@ from omlxd.policy.prefix_queue import WorthQueue
 GHOSTS_PER_BLOCK = 16
 MOST_GHOSTS = 1_000_000
 _MOST_PATHS = 512  # running requests; of more the oldest counts as ended
-_RENEWED_PER_REQUEST = 4  # classes looked at anew
+_RENEWED_PER_REQUEST = 16  # classes looked at anew
 
 
 class History:
@@ -29,6 +29,7 @@ class History:
         self.model = model if model is not None else SurvivalModel()
         self.queue = WorthQueue()
         self.guard = Guard(capacity)
+        self.capacity = capacity
         self.paths: OrderedDict[Path, None] = OrderedDict()
         self.groups: OrderedDict[Group, None] = OrderedDict()
         """In the order of use, except that groups whose ghosts were dropped once have gone to the end."""
@@ -38,6 +39,11 @@ class History:
         self._rank = 0
         self._ages: list[OrderedDict[Group, None]] = [OrderedDict() for _ in range(NUM_BINS)]
 
+    def set_capacity(self, capacity: int) -> None:
+        """So many blocks fit from now on."""
+        self.capacity = self.guard.capacity = capacity
+        self.max_ghosts = min(GHOSTS_PER_BLOCK * capacity, MOST_GHOSTS)
+
     # Requests
 
     def open_path(self) -> Path:
@@ -46,6 +52,24 @@ class History:
             self.close(next(iter(self.paths)))
         path = Path()
         self.paths[path] = None
+        return path
+
+    def reopen(self, ended: Path) -> Path:
+        """The request of `ended` goes on, as if it had not ended: what it used then is not used twice by it."""
+        path = self.open_path()
+        ended.hand_over(path)
+        for group in ended.groups:
+            mine = [node for node in group.nodes if node is not None]
+            if not mine:
+                continue
+            self.model.forget_entries(group.group_class, bin_of(0), group.bin)
+            path.runs.append((len(path.nodes), group.uses))
+            for node in mine:
+                self._detach(node, group)
+                node.group = path
+                node.place = len(path.nodes)
+                path.nodes.append(node)
+        ended.groups = []
         return path
 
     def use(self, path: Path, keys: Iterable[bytes], *, create: bool, chained: bool = True) -> None:
@@ -154,7 +178,7 @@ class History:
         """The request of `path` has ended: its blocks become groups, and what it used is learnt from."""
         path.closed = True
         self.paths.pop(path, None)
-        self.now += 1
+        self.now += not path.goes_on
         self._learn(path)
         nodes = path.nodes
         if None in nodes:
@@ -165,8 +189,9 @@ class History:
             groups.append(self._make_group(path.nodes[start:stop], group_class, uses))
         for group in reversed(groups):
             self.begin(group)
-        compare = path.context is not None
-        self.guard.settle(path.asked, path.hits, path.shadow_hits, reused=path.known > 0, compare=compare)
+        path.groups = groups
+        path.nodes = []
+        self.guard.settle(*path.unsettled(), compare=path.context is not None)
         self.guard.trim()
         if not self.guard.lru_leads:
             self.queue.by_rank = None

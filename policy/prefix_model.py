@@ -215,6 +215,13 @@ class SurvivalModel:
             level.total += 1.0
         self._maybe_stale(group_class)
 
+    def forget_entries(self, group_class: GroupClass, first: int, last: int) -> None:
+        """A group of that class that has come to the ages of these bins was none: its request goes on."""
+        for level, shift in group_class.lineage:
+            for index in range(first + shift, last + shift + 1):
+                level.entries[index] = max(0.0, level.entries[index] - 1.0)
+            level.total -= last + 1 - first
+
     def used(self, group_class: GroupClass, index: int, part: float) -> None:
         """`part` (0 to 1) of a group of that class was used at the age of bin `index`."""
         self._weight += part

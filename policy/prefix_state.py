@@ -8,6 +8,7 @@ from itertools import pairwise
 
 from omlxd.policy.base import ChunkStatus, state_keys
 from omlxd.policy.prefix_groups import Group, Node
+from omlxd.policy.prefix_guard import NUM_SAVED
 from omlxd.policy.prefix_history import History
 from omlxd.policy.prefix_model import SurvivalModel, is_features
 
@@ -73,8 +74,8 @@ class PrefixState:
         now = state.get("now")
         if not isinstance(groups, list | tuple) or not isinstance(now, int):
             raise ValueError(f"policy state: 'groups' must be a list and 'now' a number; {_DISCARD}")
-        if not isinstance(guard, list | tuple) or len(guard) != 6 or not all(isinstance(n, int | float) for n in guard):
-            raise ValueError(f"policy state: 'guard' must be six numbers; {_DISCARD}")
+        if not isinstance(guard, list | tuple) or len(guard) != NUM_SAVED or not all(isinstance(n, int | float) for n in guard):
+            raise ValueError(f"policy state: 'guard' must be {NUM_SAVED} numbers; {_DISCARD}")
         saved = [_unpack_group(item, now) for item in groups]
         if any(later.since < earlier.since for earlier, later in pairwise(saved)):
             raise ValueError(f"policy state: 'groups' must be in the order of use; {_DISCARD}")

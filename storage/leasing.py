@@ -79,11 +79,15 @@ class Leasing:
         misses_of: bytes | None = None,
     ) -> Load:
         """See ``Store.load``."""
+        ctx = request(f"load-{next(self._requests)}", keys, block_tokens)
+        state = self._owners.of(owner)
+        if counted:
+            state.requests.append(ctx)
         load = Load(
             next(self._ids),
             owner,
             keys,
-            request(f"load-{next(self._requests)}", keys, block_tokens),
+            ctx,
             self,
             window=self.window,
             since=self._clock(),
@@ -92,7 +96,7 @@ class Leasing:
             misses_of=misses_of,
         )
         self.filling.add(load)
-        self._owners.of(owner).leases[load.id] = load
+        state.leases[load.id] = load
         load.begin(timeout, emit)
         return load
 
@@ -234,7 +238,7 @@ class Leasing:
         self.note_use([block.meta.key for block in load.blocks], load.ctx)
 
     def note_use(self, keys: Sequence[bytes], ctx: RequestContext) -> None:
-        """The request of ``ctx`` has used ``keys``, head to tail."""
+        """The request of ``ctx`` has used ``keys``, head to tail, wherever they are."""
         self._ram.on_request_finished(ctx)
         if self.spiller is not None:
             self.spiller.touch(keys)

@@ -6,13 +6,19 @@ Runs on the event loop's thread.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from omlxd.policy.base import RequestContext
+
 if TYPE_CHECKING:
     from omlxd.storage.loads import Load
     from omlxd.storage.ram import RamBlock
+
+
+RECENT_REQUESTS = 8
 
 
 class UnknownId(LookupError):
@@ -40,6 +46,8 @@ class Owner:
     """Payload bytes of its reservations."""
     withdrawn_bytes: int = 0
     """Those of them that come too late to become blocks."""
+    requests: deque[RequestContext] = field(default_factory=lambda: deque(maxlen=RECENT_REQUESTS))
+    """Its latest requests: what it stores may belong to what it has loaded."""
 
     def lease(self, lease_id: int) -> Load:
         """A lease by its id, taken out. Raises UnknownId."""

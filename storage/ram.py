@@ -73,6 +73,8 @@ class RamTier(ChunkManager):
         """Bytes (whole pages) of blocks that are gone but still in somebody's hands."""
         self.by_namespace: defaultdict[bytes, list[int]] = defaultdict(lambda: [0, 0])
         """Blocks and payload bytes, by namespace id."""
+        self.declined = False
+        """Whether the last refusal to reserve came from the policy: what would leave is worth more to it."""
         self._offered: dict[bytes, BlockMeta] = {}
         self._placed: dict[bytes, Extent] = {}
 
@@ -96,6 +98,7 @@ class RamTier(ChunkManager):
         ``held``: readable keys that belong to the same request: they are accounted to it and not evicted for it.
         """
         self._offered = {meta.key: meta for meta in metas}
+        self.declined = False
         try:
             prepared = self.prepare_store([*held, *self._offered], ctx)
         finally:
@@ -285,6 +288,7 @@ class RamTier(ChunkManager):
                     room_sure = True
                 more = self._victims_for(sizes[key], need, protected)
                 if more is None:
+                    self.declined = self._policy.declined
                     self._refuse(placed, victims)
                     return None
                 for victim, _ in more:

@@ -61,6 +61,8 @@ class Reservations:
         self.closing = False
         self.waiting = 0
         """Stores that wait for room."""
+        self.too_large: dict[bytes, int] = {}
+        """By namespace: payload bytes of the smallest block that was declined since the RAM tier can never hold it."""
         self._ram = ram
         self._owners = owners
         self._ids = ids
@@ -77,13 +79,17 @@ class Reservations:
         *,
         block_tokens: int,
         timeout: float,
-    ) -> tuple[Offer, list[bytes], RequestContext]:
+        running: RequestContext | None = None,
+    ) -> tuple[Offer, RequestContext]:
         """Reserve slots for ``metas``, the blocks behind ``ancestors`` in one chain; see ``Store.prepare_store``.
 
-        Returns also the keys of the chain that are readable in RAM, and the request's context.
+        ``running``: the request that stores them, where it has loaded or stored before. Returns also the
+        request's context.
         """
         chain = [*ancestors, *(meta.key for meta in metas)]
-        ctx = request(f"store-{next(self._requests)}", chain, block_tokens)
+        ctx = request(f"store-{next(self._requests)}", chain, block_tokens, running)
+        # What RAM declined would not come to the SSD either, whose policy is asked when the block leaves RAM.
+        ctx.may_be_declined = self.spiller is None
         deadline = self._clock() + timeout
         offer = Offer()
         wanted = self._sort(metas, offer)
@@ -97,7 +103,7 @@ class Reservations:
                 wanted, blocks = [], []
                 break
             left = deadline - self._clock()
-            if left <= 0 or not self._can_wait():
+            if left <= 0 or self._ram.declined or not self._can_wait():
                 self._ram.note_access(held, ctx)
                 # Blocks of this very chain may be in the way. On the SSD they can be had again, so they may leave for their tail.
                 protected = held if self.spiller is None else []
@@ -122,7 +128,7 @@ class Reservations:
             state.reservations[reservation] = Reservation(block, now)
             state.reserved_bytes += block.meta.nbytes
             offer.reserved.append(Reserved(index, reservation, block))
-        return offer, held, ctx
+        return offer, ctx
 
     def room_may_be(self) -> None:
         """Something gave room: who waits for some tries again."""
@@ -148,6 +154,8 @@ class Reservations:
                 offer.declined["pending"] += 1
             elif not self._ram.could_ever_fit(meta.nbytes):
                 offer.declined["too_large"] += 1
+                least = self.too_large.get(meta.namespace, meta.nbytes)
+                self.too_large[meta.namespace] = min(least, meta.nbytes)
             else:
                 wanted.append((index, meta))
         return wanted
@@ -161,6 +169,7 @@ class Reservations:
             return []
         nbytes = sum(meta.nbytes for meta in metas)
         if self._refusal(owner, nbytes, len(metas), 0):
+            self._ram.declined = False
             return None
         return self._ram.reserve(metas, held, ctx)
 
@@ -201,7 +210,7 @@ class Reservations:
             refusal = self._refusal(owner, meta.nbytes, 1, nbytes)
             one = None if refusal else self._ram.reserve([meta], [*held, *(block.meta.key for block in blocks)], ctx)
             if not one:
-                offer.declined[refusal or "no_room"] += len(wanted) - len(got)
+                offer.declined[refusal or ("less_worth" if self._ram.declined else "no_room")] += len(wanted) - len(got)
                 break
             got.append((index, meta))
             blocks += one

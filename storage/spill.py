@@ -239,7 +239,7 @@ class Spiller:
                 continue
             self.busy = True
             try:
-                await self._spill(group)
+                await self._spill(self._worth_it(group))
             except Exception:
                 log.exception("spilling %d blocks failed; they stay in RAM and may be evicted unwritten", len(group))
                 self._settle(group, park=True)
@@ -284,6 +284,20 @@ class Spiller:
                 break
         return group
 
+    def _worth_it(self, group: list[RamBlock]) -> list[RamBlock]:
+        """Those of ``group`` that the SSD's policy finds worth a write. The others stay in RAM as long as they may, and are
+        offered again when they are asked for again. Who drains wants all of it.
+        """
+        if self._draining:
+            return group
+        worth = [block for block in group if self._ssd.worth_writing(block.meta.key)]
+        if len(worth) < len(group):
+            kept = set(worth)
+            passed = [block for block in group if block not in kept]
+            self.counts["not_worth_writing"] += len(passed)
+            self._settle(passed, park=False)
+        return worth
+
     def _unpark(self) -> None:
         """Have parked blocks written, no more at once than may be dirty: dirty ones can't leave RAM."""
         for key, block in list(self._parked.items()):
@@ -294,6 +308,8 @@ class Spiller:
                 self.add(block, asked_again=True)
 
     async def _spill(self, group: list[RamBlock]) -> None:
+        if not group:
+            return
         loop = asyncio.get_running_loop()
         ram, ssd = self._ram, self._ssd
         # A block that is removed meanwhile gives its memory back at once; this keeps it readable until it is written.

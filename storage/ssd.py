@@ -202,6 +202,10 @@ class SsdTier(SsdContents):
         """Loop. ``keys``, heads first, were used, in whichever tier; written down with the next commit."""
         self._ledger.touch(keys, ctx)
 
+    def worth_writing(self, key: bytes) -> bool:
+        """Loop. Whether the policy expects enough of the block for a write, and the room."""
+        return self._ledger.policy.worth_writing(key)
+
     def pin(self, key: bytes) -> bool:
         """Loop. A restore of ``key`` begins: the record stays on the disk until ``unpin``. False: it is not here."""
         return key in self and self._ledger.pin(key)

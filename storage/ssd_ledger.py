@@ -253,6 +253,8 @@ class Ledger:
     def _search(self, blocks: Sequence[EncodedBlock]) -> VictimSearch:
         if isinstance(self.policy, WarmingPolicy) and self._excess(blocks, 0) > 0:
             self.warm()  # something must leave already: it has to be known what
+        if self.index.pages:
+            self.policy.cache_capacity = max(1, self.room.target_pages * len(self.index.entries) // self.index.pages)
         parents = (block.meta.parent for block in blocks)
         return VictimSearch(self.index, self.policy, [key for key in parents if key is not None], self._elsewhere)
 
@@ -383,7 +385,8 @@ class Ledger:
         for entry in new:
             self.index.add(entry)
             self.policy.insert(entry.key, entry)
-        self._touch_heads(new)
+        if not self.policy.keeps_heads:
+            self._touch_heads(new)
 
     def _touch_heads(self, new: Collection[Entry]) -> None:
         """To store a continuation is a use of what it continues: otherwise heads would look older than their tails."""

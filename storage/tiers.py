@@ -25,7 +25,7 @@ from omlxd.storage.outer import Outer
 from omlxd.storage.owners import Owners, Seizure, UnknownId
 from omlxd.storage.ram import RamBlock, RamTier
 from omlxd.storage.readying import Readying
-from omlxd.storage.requests import request
+from omlxd.storage.requests import goes_on, request
 from omlxd.storage.reservations import Offer, Reservations, Reserved
 from omlxd.storage.restore import Restorer
 from omlxd.storage.spill import Spiller, SpillSettings
@@ -346,10 +346,14 @@ class Store:
 
         Waits at most ``timeout`` seconds for room. Heads get their slots first; what finds none is declined with the reason.
         """
-        offer, held, ctx = await self._reservations.reserve(
-            owner, ancestors, metas, block_tokens=block_tokens, timeout=timeout
+        chain = [*ancestors, *(meta.key for meta in metas)]
+        running = next((ctx for ctx in reversed(self._owners.known(owner).requests) if goes_on(ctx, chain)), None)
+        offer, ctx = await self._reservations.reserve(
+            owner, ancestors, metas, block_tokens=block_tokens, timeout=timeout, running=running
         )
-        self._leasing.note_use(held, ctx)
+        if running is None and not self.closing:
+            self._owners.of(owner).requests.append(ctx)
+        self._leasing.note_use(chain, ctx)
         if offer.reserved:
             self._readying.go_on()
         if metas:
@@ -536,6 +540,14 @@ class Store:
         lower = self.lower.having(key)
         record = lower.tier.meta(key) if lower is not None else None
         return record.nbytes if record is not None else None
+
+    def too_large(self) -> dict[bytes, int]:
+        """By namespace: payload bytes of the smallest block that was declined and would not fit the RAM tier now either."""
+        return {
+            space: nbytes
+            for space, nbytes in self._reservations.too_large.items()
+            if not self.ram.could_ever_fit(nbytes)
+        }
 
     def held(self) -> dict[str, int]:
         """Gauges: leases, leased blocks, reservations, reserved bytes, memory kept from a vanished owner."""
