@@ -206,6 +206,17 @@ class Reporter:
                 f"the system is short of memory: the RAM tier has {format_size(store.ram.arena.budget)} "
                 "and takes the rest of its budget back when there is enough again"
             )
+        for space, nbytes in store.too_large().items():
+            info = self._server.namespaces.get(space)
+            found.append(
+                f"a block of {info.model if info is not None else space.hex()[:8]} has {format_size(nbytes)}, and the RAM tier "
+                f"{format_size(store.ram.arena.budget)}: none of that size is kept; raise size under [ram]"
+            )
+        if seized := store.held()["seized_blocks"]:
+            found.append(
+                f"{counted(seized, 'block')} in RAM kept from others: a client that was cut off may still use them, until "
+                "its process ends"
+            )
         over = store.ram.arena.used - store.ram.arena.budget
         if over > 0:
             found.append(f"RAM is {format_size(over)} over its budget until blocks in use are released")

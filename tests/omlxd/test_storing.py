@@ -168,3 +168,18 @@ def test_a_chain_that_nobody_has_begun_is_refused(daemon: ConfiguredDaemon, wron
         with pytest.raises(omlxd.Refused):
             cache.call("prepare_store", ns=handle, keys=block_key(bytes(32)), sizes=1, first=0, **wrong)
         assert cache.stats()
+
+
+def test_a_block_that_the_tier_can_never_hold_is_declined_and_told_of(daemon: ConfiguredDaemon) -> None:
+    with omlxd.connect(daemon.socket) as cache:
+        space = cache.namespace(model="org/large", fingerprint="f")
+        block = bytes(65 << 20)
+        assert space.store_keys(chain(3, 1), [block]).declined == {"too_large": 1}
+        assert space.store_keys(chain(4, 1), [b"x"]).stored == 1, "others are kept"
+        stats = cache.stats()
+        (warning,) = stats["warnings"]
+        assert "org/large has 65.0 MiB" in warning
+        assert "raise size under [ram]" in warning
+        cache.call("resize", ram_bytes=128 << 20)
+        assert cache.stats()["warnings"] == []
+        assert space.store_keys(chain(3, 1), [block]).stored == 1

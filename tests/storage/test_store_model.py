@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -491,10 +492,11 @@ class StoreMachine(RuleBasedStateMachine):
             self.loop.close()
 
 
+LONG = bool(os.environ.get("OMLXD_LONG"))
 StoreMachine.TestCase.settings = settings(
-    max_examples=2000 if os.environ.get("OMLXD_LONG") else 25,
+    max_examples=2000 if LONG else 25,
     stateful_step_count=60,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-TestStore = StoreMachine.TestCase
+TestStore = pytest.mark.timeout(7200 if LONG else 300)(StoreMachine.TestCase)
