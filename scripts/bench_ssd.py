@@ -5,7 +5,9 @@ temporary directory).
 
 restore_vs_pread      a chain of 2 MiB blocks, head to tail, cold page cache, codec raw, four restores at a time as in the
                       daemon, against `pread` of as many bytes from one file (`restore_one_vs_pread`: one at a time)
-restore_codec_vs_raw  seconds of a raw restore over those with zstd-planes2, of bf16 noise; above 1: compression restores faster
+restore_codec_vs_raw  seconds of a raw restore over those with zstd-planes2, of bf16 noise; above 1: compression restores faster.
+                      Both read and check their bytes.
+restore_auto_vs_raw   the same with the codec that `auto` chose for them by what it measured before (auto_codec): never far below 1
 spill_vs_write        write + fdatasync of the same bytes with the same sync points, over encode + plan + commit
 ram_hit_p99_under_spill_vs_idle
                       p99 of a RAM hit of a real daemon while another client stores and the daemon spills, over that at rest
@@ -41,6 +43,7 @@ from random import Random
 import numpy as np
 
 from omlxd.storage.blocks import BlockMeta
+from omlxd.storage.codec_choice import AUTO
 from omlxd.storage.environment import DURABILITIES, Durability
 from omlxd.storage.ssd import SsdTier
 from scripts.bench_ssd_wear import trace_file, wear
@@ -127,6 +130,7 @@ def bf16_noise(nbytes: int) -> memoryview:
 
 
 def restore(directory: Path, blocks: int, rounds: int) -> Figures:
+    """Before each turn its file is closed and forgotten: what a process has mapped would stay in memory."""
     payload = bf16_noise(BLOCK)
     plain = directory / "plain"
     plain.write_bytes(payload.tobytes() * blocks)
@@ -135,49 +139,76 @@ def restore(directory: Path, blocks: int, rounds: int) -> Figures:
     for slot in slots:
         slot[:] = bytes(BLOCK)
     limit = (blocks + 64) * BLOCK
-    with (
-        tier_at(directory / "raw", limit) as raw,
-        tier_at(directory / "planes", limit, "zstd-planes") as planes,
-        ThreadPoolExecutor(RESTORES_AT_ONCE) as pool,
-    ):
-        spill(raw, metas, payload)
-        spill(planes, metas, payload)
 
-        def read_plain() -> None:
-            descriptor = os.open(plain, os.O_RDONLY)
-            for at in range(blocks):
-                os.preadv(descriptor, [slots[at % len(slots)]], at * BLOCK)
-            os.close(descriptor)
+    def read_plain() -> None:
+        descriptor = os.open(plain, os.O_RDONLY)
+        for at in range(blocks):
+            os.preadv(descriptor, [slots[at % len(slots)]], at * BLOCK)
+        os.close(descriptor)
 
-        def read_one_by_one(tier: SsdTier) -> None:
-            for at, meta in enumerate(metas):
-                tier.read_into(meta.key, slots[at % len(slots)])
+    def read_one_by_one(tier: SsdTier) -> None:
+        for at, meta in enumerate(metas):
+            tier.read_into(meta.key, slots[at % len(slots)])
 
-        def read_at_once(tier: SsdTier) -> None:
+    def read_at_once(tier: SsdTier) -> None:
+        with ThreadPoolExecutor(RESTORES_AT_ONCE) as pool:
             done = pool.map(lambda at: tier.read_into(metas[at].key, slots[at % len(slots)]), range(blocks))
             if sum(done) != blocks * BLOCK:
                 raise RuntimeError("a restore came out short")
 
-        works: dict[str, tuple[Path, Callable[[], None]]] = {
-            "pread": (plain, read_plain),
-            "one": (directory / "raw" / "data.mdb", lambda: read_one_by_one(raw)),
-            "raw": (directory / "raw" / "data.mdb", lambda: read_at_once(raw)),
-            "codec": (directory / "planes" / "data.mdb", lambda: read_at_once(planes)),
-        }
-        taken: dict[str, list[float]] = {name: [] for name in works}
-        for _ in range(rounds):
-            for name, (file, work) in works.items():
-                forget_pages(file)
-                taken[name].append(seconds(work))
-    best = {name: statistics.median(times) for name, times in taken.items()}
+    def cold(name: str, work: Callable[[SsdTier], None]) -> float:
+        forget_pages(directory / name / "data.mdb")
+        with tier_at(directory / name, limit) as tier:
+            return seconds(lambda: work(tier))
+
+    def cold_plain() -> float:
+        forget_pages(plain)
+        return seconds(read_plain)
+
+    for name in ("raw", "zstd-planes"):
+        with tier_at(directory / name, limit, name) as tier:
+            spill(tier, metas, payload)
+    chosen = fill_by_auto(directory, metas, payload, limit)
+    works: dict[str, Callable[[], float]] = {
+        "pread": cold_plain,
+        "one": lambda: cold("raw", read_one_by_one),
+        "raw": lambda: cold("raw", read_at_once),
+        "codec": lambda: cold("zstd-planes", read_at_once),
+        "auto": lambda: cold("auto", read_at_once),
+    }
+    taken: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(rounds):
+        for name, work in works.items():
+            taken[name].append(work())
+    median = {name: statistics.median(times) for name, times in taken.items()}
     nbytes = blocks * BLOCK
     return {
-        "restore_vs_pread": best["pread"] / best["raw"],
-        "restore_one_vs_pread": best["pread"] / best["one"],
-        "restore_codec_vs_raw": best["raw"] / best["codec"],
-        "pread_gb_s": nbytes / best["pread"] / 1e9,
-        "restore_gb_s": nbytes / best["raw"] / 1e9,
+        "restore_vs_pread": median["pread"] / median["raw"],
+        "restore_one_vs_pread": median["pread"] / median["one"],
+        "restore_codec_vs_raw": median["raw"] / median["codec"],
+        "restore_auto_vs_raw": median["raw"] / median["auto"],
+        "auto_codec": chosen,
+        "pread_gb_s": nbytes / median["pread"] / 1e9,
+        "restore_gb_s": nbytes / median["raw"] / 1e9,
     }
+
+
+def fill_by_auto(directory: Path, metas: list[BlockMeta], payload: memoryview, limit: int) -> str:
+    """Store the blocks with the codec that ``auto`` chooses after cold restores of both kinds; returns which that is."""
+    path = directory / "auto"
+    tried = {name: chain_of(name, 32, BLOCK) for name in ("raw", "zstd-planes")}
+    with tier_at(path, limit, AUTO) as tier:
+        for name, blocks in tried.items():
+            tier.set_codec(NAMESPACE, name)
+            spill(tier, blocks, payload)
+    forget_pages(path / "data.mdb")
+    with tier_at(path, limit, AUTO) as tier, ThreadPoolExecutor(RESTORES_AT_ONCE) as pool:
+        for blocks in tried.values():
+            slots = [memoryview(bytearray(BLOCK)) for _ in blocks]
+            list(pool.map(tier.read_into, [meta.key for meta in blocks], slots))
+            tier.discard([meta.key for meta in blocks], "removed")
+        spill(tier, metas, payload)
+        return tier.codec_of(NAMESPACE)
 
 
 def spilling(directory: Path, blocks: int, rounds: int) -> Figures:

@@ -210,28 +210,43 @@ class _FrameReader:
 
     def take(self, size: int) -> Bytes:
         """The next frame's ``size`` decoded bytes; a view of the stored bytes where not compressed."""
+        frame, compressed = self._frame(size)
+        if not compressed:
+            return _array(frame)
+        out = np.empty(size, np.uint8)
+        self._decompress(frame, out)
+        return out
+
+    def read_into(self, out: Bytes) -> None:
+        """The next frame's bytes; a compressed one is decoded where they belong."""
+        frame, compressed = self._frame(out.size)
+        if compressed:
+            self._decompress(frame, out)
+        else:
+            np.copyto(out, _array(frame))
+
+    def _frame(self, size: int) -> tuple[memoryview, bool]:
+        """The next frame as it is stored, and whether its ``size`` bytes are compressed."""
         if self._next == len(self._words):
             raise CodecError(f"{len(self._words)} frames are too few for this payload")
         word = self._words[self._next]
-        self._next += 1
         length = word & ~_UNCOMPRESSED
         frame = self._stored[self._offset : self._offset + length]
-        self._offset += length
         if frame.nbytes != length:
-            raise CodecError(f"frame {self._next - 1} ends {length - frame.nbytes} bytes past the stored bytes")
-        if word & _UNCOMPRESSED:
-            if length != size:
-                raise CodecError(f"frame {self._next - 1} has {length} bytes where {size} are due")
-            return _array(frame)
+            raise CodecError(f"frame {self._next} ends {length - frame.nbytes} bytes past the stored bytes")
+        if word & _UNCOMPRESSED and length != size:
+            raise CodecError(f"frame {self._next} has {length} bytes where {size} are due")
+        self._next += 1
+        self._offset += length
+        return frame, not word & _UNCOMPRESSED
+
+    def _decompress(self, frame: memoryview, out: Bytes) -> None:
         try:
-            if zstandard.frame_content_size(frame) != size:
-                raise CodecError(f"frame {self._next - 1} does not hold the {size} bytes that are due")
-            return np.frombuffer(_contexts.decompressor.decompress(frame), np.uint8)
+            size = zstandard.frame_content_size(frame)
+            if size != out.size or _contexts.decompressor.stream_reader(frame).readinto(out.data) != size:
+                raise CodecError(f"frame {self._next - 1} does not hold the {out.size} bytes that are due")
         except zstandard.ZstdError as error:
             raise CodecError(f"frame {self._next - 1}: {error}") from error
-
-    def read_into(self, out: Bytes) -> None:
-        np.copyto(out, self.take(out.size))
 
     def finish(self) -> None:
         """Everything must have been used."""

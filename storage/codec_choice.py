@@ -1,12 +1,14 @@
 """Which codec a namespace's blocks get: as configured, or measured.
 
-``auto`` compresses where a restore gets no slower for it: reading fewer bytes must save at least the
+``auto`` compresses where a restore gets no slower for it: fetching fewer bytes must save at least the
 time that decoding costs,
 
-    ratio / disk + 1 / decode <= 1 / disk        (seconds a payload byte, one block after the other)
+    ratio / fetch + 1 / decode <= 1 / fetch        (seconds a payload byte, one block after the other)
 
-with the ratio and the decoding speed measured on samples of the namespace's own payloads, on this
-machine, and the disk's speed as the tier has measured it. It is measured again now and then.
+``fetch`` is the speed at which restores read *and check* stored bytes, for both sides of it the same. The ratio is measured on
+samples of the namespace's own payloads, the decoding speed on those and, where blocks of that codec have been restored lately, on
+these: the slower of the two counts, since a sample is decoded at another time, mostly with less going on. It is
+measured again now and then.
 
 Called from several worker threads at once; a lock guards the little state there is.
 """
@@ -48,14 +50,25 @@ class _Namespace:
 class CodecChoice:
     """Answers "how is this block stored?" for every namespace."""
 
-    def __init__(self, configured: str, *, disk_rate: Callable[[], float], timer: Callable[[], float]) -> None:
-        """``disk_rate``: bytes a second, 0 while unknown; ``timer``: seconds, monotonic and fine.
+    def __init__(
+        self,
+        configured: str,
+        *,
+        fetch_rate: Callable[[], float],
+        decode_rate: Callable[[str], float] = lambda codec: 0.0,
+        timer: Callable[[], float],
+    ) -> None:
+        """``timer``: seconds, monotonic and fine.
+
+        ``fetch_rate``: stored bytes a second, read and checked; ``decode_rate``: payload bytes a second that restores of
+        a codec were decoded at lately. 0 while unknown.
 
         Raises ``ValueError`` for a name that is not in ``CONFIGURABLE``.
         """
         self._configured = _checked(configured)
         self._of_namespace: dict[bytes, str] = {}
-        self._disk_rate = disk_rate
+        self._fetch_rate = fetch_rate
+        self._decode_rate = decode_rate
         self._timer = timer
         self._lock = threading.Lock()
         self._namespaces: dict[bytes, _Namespace] = {}
@@ -89,6 +102,12 @@ class CodecChoice:
             self._namespaces[namespace] = _Namespace(codec, MEASURE_EVERY, measured)
         return codec
 
+    def codec_of(self, namespace: bytes) -> str:
+        """The codec in use; what is configured where nothing was measured yet."""
+        with self._lock:
+            state = self._namespaces.get(namespace)
+            return state.codec if state is not None else self._of_namespace.get(namespace, self._configured)
+
     def measurements(self) -> dict[bytes, tuple[str, tuple[Measured, ...]]]:
         """By namespace: the codec in use and what it was chosen by."""
         with self._lock:
@@ -112,11 +131,16 @@ class CodecChoice:
     def _pick(self, configured: str, measured: tuple[Measured, ...]) -> str:
         if configured == PLANES:
             return _smallest(one for one in measured if one.codec != ZSTD)
-        disk = self._disk_rate()
-        if disk <= 0:
+        fetch = self._fetch_rate()
+        if fetch <= 0:
             return RAW
-        faster = [one for one in measured if one.ratio / disk + 1 / one.decode_rate <= 1 / disk]
-        return _smallest(faster) if faster else RAW
+        no_slower = [one for one in measured if one.ratio / fetch + 1 / self._slowest(one) <= 1 / fetch]
+        return _smallest(no_slower) if no_slower else RAW
+
+    def _slowest(self, measured: Measured) -> float:
+        """Payload bytes a second that decoding may be counted on for."""
+        restored = self._decode_rate(measured.codec)
+        return min(restored, measured.decode_rate) if restored > 0 else measured.decode_rate
 
 
 def _smallest(measured: Iterable[Measured]) -> str:

@@ -28,11 +28,11 @@ import logging
 import os
 import shutil
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
 import lmdb
 import msgpack
@@ -40,7 +40,7 @@ import msgpack
 from omlxd.storage.ssd_errors import Damaged, DiskTrouble, StoreBroken
 from omlxd.storage.ssd_gate import Gate
 from omlxd.storage.ssd_pages import BadFile, FileHeader, Tree, read_header
-from omlxd.storage.ssd_structure import check_structure
+from omlxd.storage.ssd_structure import batches, check_structure
 from omlxd.storage.ssd_tree import Extent, Snapshot
 
 DATA_NAME = "data.mdb"
@@ -58,9 +58,12 @@ log = logging.getLogger(__name__)
 if TYPE_CHECKING:
     Database: TypeAlias = lmdb._Database
 
+R = TypeVar("R")
+
 Durability = Literal["commit", "interval", "none"]
 DURABILITIES: tuple[Durability, ...] = ("commit", "interval", "none")
 
+_ATTEMPTS = 3
 DATABASES = (b"meta", b"blocks", b"pieces", b"recency", b"namespaces", b"quarantine")
 
 
@@ -100,6 +103,7 @@ class Environment:
             self.device = os.fstat(self.descriptor).st_dev
             self.refresh_header()
             self._latest: Reading | None = None
+            self._begun = 0  # the newest write transaction
             self._open_databases()
             self.refresh_header()
             self._stamp = self._change_stamp()
@@ -247,6 +251,9 @@ class Environment:
     def changing(self) -> Iterator[None]:
         """Writer: what is done to the file within is this process's doing."""
         known = self._change_stamp() == self._stamp
+        self._begun = (
+            self.header.transaction + 1
+        )  # pages that are free now may change: who reads an older state looks again
         yield
         if known:
             self._stamp = self._change_stamp()
@@ -344,9 +351,40 @@ class Environment:
 
     # -- reading ------------------------------------------------------------------------------
 
+    def read(self, work: Callable[[Reading], R]) -> R:
+        """What ``work`` makes of the file as it was committed last; it may be called several times, and is to be short.
+
+        Nothing but ``work``'s own reads goes to the disk, and nothing touches the map: pages of a state are not written
+        to before the second transaction after it begins, and then ``work`` is called again with a newer one.
+        Raises ``DiskTrouble``, ``Damaged`` (a tree), and what ``work`` does.
+        """
+        for _ in range(_ATTEMPTS):
+            with self.file_gate.shared():
+                header = self.header
+                try:
+                    found = work(self._reading_of(header))
+                except (BadFile, OSError, Damaged) as error:
+                    if self._begun <= header.transaction + 1:
+                        raise self._explained(error) from error
+                    continue
+            if self._begun <= header.transaction + 1:
+                return found
+        with self.reading() as reading:
+            return work(reading)
+
+    def _explained(self, error: Exception) -> Exception:
+        """Is the file as a whole to blame?"""
+        if isinstance(error, OSError):
+            return trouble(error)
+        try:
+            self.check()
+        except DiskTrouble as found:
+            return found
+        return DiskTrouble("gone", f"{self.path / DATA_NAME} was cut: {error}") if isinstance(error, BadFile) else error
+
     @contextmanager
     def reading(self) -> Iterator[Reading]:
-        """The file as it was committed last. Be short: pages that leave meanwhile are not used again before the end.
+        """The file as it was committed last, for longer: pages that leave meanwhile are not used again before the end.
 
         Raises ``DiskTrouble``, ``Damaged`` (a tree).
         """
@@ -357,17 +395,15 @@ class Environment:
                     if txn.id() > header.transaction + 1:
                         header = read_header(self.descriptor)
                     yield self._reading_of(header)
-            except BadFile as error:
-                raise DiskTrouble("gone", f"{self.path / DATA_NAME} was cut: {error}") from error
-            except OSError as error:
-                raise trouble(error) from error
+            except (BadFile, OSError) as error:
+                raise self._explained(error) from error
             except lmdb.Error as error:
                 raise trouble(error) from error
 
     def _reading_of(self, header: FileHeader) -> Reading:
         latest = self._latest
         if latest is None or latest.header is not header:
-            latest = self._latest = Reading(Snapshot(self.descriptor, header), self.names)
+            latest = self._latest = Reading(self.descriptor, header, self.names)
         return latest
 
     # -- writing ------------------------------------------------------------------------------
@@ -376,7 +412,9 @@ class Environment:
         """Begin the one write transaction (``ssd_transaction.WriteTransaction``). Raises ``DiskTrouble``, ``Damaged``."""
         self.check()
         self._go_through()
-        return self._env.begin(write=True, buffers=True)
+        txn = self._env.begin(write=True, buffers=True)
+        self._begun = txn.id()
+        return txn
 
     def commit(self, txn: lmdb.Transaction[memoryview], put_bytes: int) -> None:
         """Commit what ``begin_write`` began, in which ``put_bytes`` were put. Raises ``DiskTrouble``, ``lmdb.Error``.
@@ -410,11 +448,12 @@ _SPILLING_BYTES = 256 << 20  # LMDB writes to the file before the commit of a tr
 class Reading:
     """A snapshot whose trees are asked for by their handles (``Environment.blocks``, ...). See ``Snapshot``."""
 
-    def __init__(self, snapshot: Snapshot, names: Mapping[Database, bytes]) -> None:
-        self.header = snapshot.header
-        self._snapshot = snapshot
+    def __init__(self, descriptor: int, header: FileHeader, names: Mapping[Database, bytes]) -> None:
+        self.header = header
+        self._descriptor = descriptor
         self._names = names
-        self._trees = snapshot.trees()
+        self._snapshot = Snapshot(descriptor, header)
+        self._trees = self._snapshot.trees()
 
     def tree(self, database: Database) -> Tree | None:
         """Its root and counts; None for a database that this file does not have."""
@@ -427,6 +466,16 @@ class Reading:
     def items(self, database: Database, start: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
         """Keys and values from ``start`` on, in the order of the keys."""
         return self._snapshot.items(self.tree(database), start)
+
+    def batches(self, database: Database) -> Iterator[list[tuple[bytes, bytes]]]:
+        """As ``items``, for very many of them: some thousand at a time."""
+        tree = self.tree(database)
+        if tree is None:
+            return
+        try:
+            yield from batches(self._descriptor, self.header, self._names[database].decode(), tree)
+        except BadFile as error:
+            raise Damaged(str(error)) from error
 
     def places(self, database: Database, prefix: bytes) -> Iterator[Extent | bytes]:
         """For each key with that prefix: where its value is in the file, or the value where it has no pages of its own."""

@@ -89,7 +89,7 @@ class RemoteTier:
             deadline=lambda: self.settings.deadline,
             on_other_map=self._known.forget_all,
         )
-        self._codecs = CodecChoice("auto", disk_rate=lambda: self.link.bytes_per_second, timer=time.perf_counter)
+        self._codecs = CodecChoice("auto", fetch_rate=lambda: self.link.bytes_per_second, timer=time.perf_counter)
         self._allowance = Allowance(float(self.settings.max_rate), host.clock)
         self._queue = WriteQueue(send=self._send, ready=self._servers.may_write, counts=self.counts)
         self._block_tokens: dict[bytes, int] = {}

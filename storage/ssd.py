@@ -96,7 +96,12 @@ class SsdTier(SsdContents):
         self._clock = clock
         self._free_space = free_space
         self._reader = Reader()
-        self._codecs = CodecChoice(settings.codec, disk_rate=lambda: self._reader.rate, timer=time.perf_counter)
+        self._codecs = CodecChoice(
+            settings.codec,
+            fetch_rate=lambda: self._reader.fetch_rate,
+            decode_rate=self._reader.decode_rate,
+            timer=time.perf_counter,
+        )
         self._shares: dict[bytes, int] = {}
         self._adopt(opened)
 
@@ -278,6 +283,10 @@ class SsdTier(SsdContents):
     def set_codec(self, namespace: bytes, codec: str | None) -> None:
         """Loop. Another codec for one namespace's new blocks; None: the tier's. ``ValueError`` for an unknown one."""
         self._codecs.set(namespace, codec)
+
+    def codec_of(self, namespace: bytes) -> str:
+        """Any thread. The codec of a namespace's next block, as configured or as ``auto`` found last; "auto" before it has."""
+        return self._codecs.codec_of(namespace)
 
     @property
     def limit(self) -> int:

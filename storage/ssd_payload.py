@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from omlxd.storage.codec import Buffer
-from omlxd.storage.environment import DATA_NAME, Environment, trouble
+from omlxd.storage.environment import DATA_NAME, Environment, Reading, trouble
 from omlxd.storage.ssd_errors import Damaged, DiskTrouble
 from omlxd.storage.ssd_records import Record, unpack_record
 from omlxd.storage.ssd_tree import Extent
@@ -31,36 +31,42 @@ class Located:
 
 def get_record(environment: Environment, key: bytes) -> Record | None:
     """The record of ``key``. Raises ``Damaged``, ``DiskTrouble``."""
-    with environment.reading() as reading:
-        packed = reading.get(environment.blocks, key)
-        return None if packed is None else unpack_record(key, packed)
+    packed = environment.read(lambda reading: reading.get(environment.blocks, key))
+    return None if packed is None else unpack_record(key, packed)
 
 
 def locate(environment: Environment, key: bytes) -> Located | None:
     """The record of ``key`` and where its bytes are. Raises ``Damaged``, ``DiskTrouble``."""
-    with environment.reading() as reading:
-        packed = reading.get(environment.blocks, key)
-        if packed is None:
-            return None
-        record = unpack_record(key, packed)
-        places: list[Extent | bytes] = []
-        found = 0
-        for place in reading.places(environment.pieces, key):
-            found += place[1] if isinstance(place, tuple) else len(place)
-            if found > record.stored_bytes:
-                break
-            places.append(place)
-        if found != record.stored_bytes:
-            raise Damaged(f"its pieces hold {found} bytes or more, not {record.stored_bytes}")
-        return Located(record, tuple(places), environment.generation)
+    return environment.read(lambda reading: _located(environment, reading, key))
 
 
-def read_ahead(environment: Environment, located: Located) -> None:
-    """Have the kernel fetch a record's pages while something else is being done."""
-    if hasattr(os, "posix_fadvise"):
-        with environment.file_gate.shared(), suppress(OSError):  # who reads will be told
-            for offset, length in _extents(located):
-                os.posix_fadvise(environment.descriptor, offset, length, os.POSIX_FADV_WILLNEED)
+def _located(environment: Environment, reading: Reading, key: bytes) -> Located | None:
+    packed = reading.get(environment.blocks, key)
+    if packed is None:
+        return None
+    record = unpack_record(key, packed)
+    places: list[Extent | bytes] = []
+    found = 0
+    for place in reading.places(environment.pieces, key):
+        found += place[1] if isinstance(place, tuple) else len(place)
+        if found > record.stored_bytes:
+            break
+        places.append(place)
+    if found != record.stored_bytes:
+        raise Damaged(f"its pieces hold {found} bytes or more, not {record.stored_bytes}")
+    return Located(record, tuple(places), environment.generation)
+
+
+def read_ahead(environment: Environment, located: Located, *, fewest_runs: int = 1) -> None:
+    """Have the kernel fetch a record's pages while something else is being done, if they lie in so many places or more."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    runs = list(_runs(located, environment.header.header_bytes))
+    if len(runs) < fewest_runs:
+        return
+    with environment.file_gate.shared(), suppress(OSError):  # who reads will be told
+        for offset, length in runs:
+            os.posix_fadvise(environment.descriptor, offset, length, os.POSIX_FADV_WILLNEED)
 
 
 def read_stored(environment: Environment, located: Located, out: memoryview) -> None:
@@ -111,8 +117,20 @@ def _read_all(environment: Environment, buffers: Sequence[Buffer], offset: int, 
         done += more
 
 
-def _extents(located: Located) -> Iterator[Extent]:
-    return (place for place in located.places if isinstance(place, tuple))
+def _runs(located: Located, header_bytes: int) -> Iterator[Extent]:
+    """The places in the file, neighbours as one."""
+    start = end = -1
+    for place in located.places:
+        if isinstance(place, bytes):
+            continue
+        offset, length = place
+        if offset - header_bytes != end:
+            if start >= 0:
+                yield start, end - start
+            start = offset
+        end = offset + length
+    if start >= 0:
+        yield start, end - start
 
 
 def _after(buffers: Sequence[Buffer], done: int) -> list[memoryview]:

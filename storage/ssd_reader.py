@@ -12,6 +12,10 @@ from omlxd.storage.ssd_errors import Damaged, Departed, Missing
 from omlxd.storage.ssd_payload import Located, get_record, locate, read_ahead, read_stored
 from omlxd.storage.ssd_records import checksum
 
+MEASURABLE = 1 << 16
+"""Bytes; what is smaller measures the calls, not the disk."""
+DECODE_FRESH = 600.0
+"""Seconds for which the speed of decoding a codec is believed."""
 _KEPT_SCRATCH = 64 << 20  # bytes a thread keeps for encoded blocks between two reads
 
 
@@ -35,6 +39,14 @@ class Reader:
         self._scratch = _Scratch()
         self.rate = 0.0
         """Stored bytes a second of one read, a moving mean; 0 while nothing was read."""
+        self.fetch_rate = 0.0
+        """As ``rate``, of reading and checking."""
+        self._decoding: dict[str, tuple[float, float]] = {}
+
+    def decode_rate(self, codec: str) -> float:
+        """Payload bytes a second at which restores decoded, a moving mean; 0 when there was none for ``DECODE_FRESH``."""
+        rate, at = self._decoding.get(codec, (0.0, 0.0))
+        return rate if time.perf_counter() - at < DECODE_FRESH else 0.0
 
     def read_into(self, environment: Environment, key: bytes, out: memoryview) -> int:
         """Put the payload of ``key`` at the beginning of ``out``; returns its length in bytes.
@@ -56,7 +68,12 @@ class Reader:
             else:
                 stored = self._scratch.view(record.stored_bytes)
                 self._read(environment, located, stored)
+                begun = time.perf_counter()
                 decode(record.codec, record.frames, stored, target)
+                now = time.perf_counter()
+                if record.nbytes >= MEASURABLE:
+                    mean = _mean(self.decode_rate(record.codec), record.nbytes, now - begun)
+                    self._decoding[record.codec] = mean, now
         except (Damaged, CodecError) as error:
             self._explain(environment, located, error)
         return record.nbytes
@@ -73,13 +90,15 @@ class Reader:
         return located.record.stored_bytes
 
     def _read(self, environment: Environment, located: Located, out: memoryview) -> None:
-        read_ahead(environment, located)
+        read_ahead(environment, located, fewest_runs=2)  # one is read by one call, which asks for all of it at once
         begun = time.perf_counter()
         read_stored(environment, located, out)
-        rate = out.nbytes / max(time.perf_counter() - begun, 1e-9)
-        if out.nbytes >= 1 << 16:  # what is smaller measures the calls, not the disk
-            self.rate = rate if not self.rate else 0.95 * self.rate + 0.05 * rate
-        if checksum((out,)) != located.record.checksum:
+        read = time.perf_counter()
+        found = checksum((out,))
+        if out.nbytes >= MEASURABLE:
+            self.rate = _mean(self.rate, out.nbytes, read - begun)
+            self.fetch_rate = _mean(self.fetch_rate, out.nbytes, time.perf_counter() - begun)
+        if found != located.record.checksum:
             raise Damaged("the checksum of its bytes does not match")
 
     def _explain(self, environment: Environment, located: Located, error: Exception) -> None:
@@ -89,6 +108,12 @@ class Reader:
         if environment.generation != located.generation or record is None or record.number != located.record.number:
             raise Departed(f"block {key.hex()[:16]} left the SSD while it was read") from error
         raise error if isinstance(error, Damaged) else Damaged(str(error)) from error
+
+
+def _mean(rate: float, nbytes: int, seconds: float) -> float:
+    """A moving mean of bytes a second; 0 before the first."""
+    latest = nbytes / max(seconds, 1e-9)
+    return latest if not rate else 0.95 * rate + 0.05 * latest
 
 
 def stored_before(environment: Environment, keys: Sequence[bytes], when: float) -> Sequence[bytes]:

@@ -11,7 +11,6 @@ import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import islice
 
 import msgpack
 import xxhash
@@ -26,7 +25,6 @@ log = logging.getLogger(__name__)
 
 STATE = b"state"
 """Key of the policy's state in ``recency``; a 4-byte chunk number follows."""
-_BATCH = 8192
 _unpack: Callable[[bytes], RecordFields] = partial(msgpack.unpackb, use_list=False)
 
 
@@ -41,8 +39,7 @@ def load_entries(
     sizes: dict[int, tuple[int, int]] = {}  # stored bytes: one object for one size, and its pages
     layouts: dict[bytes, bytes] = {}
     with environment.reading() as reading:
-        found = reading.items(environment.blocks)
-        while batch := list(islice(found, _BATCH)):
+        for batch in reading.batches(environment.blocks):
             for key, number, short, nbytes, stored, _, _, _, parent, position, _, layout in _unpacked(
                 batch, unreadable
             ):

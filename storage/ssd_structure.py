@@ -58,6 +58,22 @@ def check_structure(descriptor: int, header: FileHeader, *, thorough: bool = Fal
     return end
 
 
+def batches(descriptor: int, header: FileHeader, name: str, tree: Tree) -> Iterator[list[tuple[bytes, bytes]]]:
+    """All keys and values of a tree, in the order of the keys, some thousand at a time. Raises ``BadFile``, ``OSError``."""
+    if tree.root == NO_PAGE:
+        return
+    reader = _Pages(descriptor, header)
+    pages: Numbers = np.array([tree.root]).astype(np.int64)
+    for _ in range(1, tree.depth):
+        pages = np.concatenate([reader.nodes(name, part, is_leaf=False).children() for part in _parts(pages)])
+    for part in _parts(pages):
+        yield reader.nodes(name, part, is_leaf=True).pairs(descriptor)
+
+
+def _parts(pages: Numbers) -> Iterator[Numbers]:
+    return (pages[start : start + PAGES_AT_ONCE] for start in range(0, pages.size, PAGES_AT_ONCE))
+
+
 class _Check:
     """The pages that were met so far: runs of a first page and a count."""
 
@@ -65,7 +81,7 @@ class _Check:
         self._descriptor = descriptor
         self._header = header
         self._thorough = thorough
-        self._buffer = np.empty(PAGES_AT_ONCE * NEAR * header.page_bytes, np.uint8)
+        self._pages = _Pages(descriptor, header)
         self._firsts: list[Numbers] = [np.array([0])]
         self._counts: list[Numbers] = [np.array([2])]  # the meta pages
 
@@ -108,9 +124,8 @@ class _Check:
             self._in_range(name, pages, np.ones(pages.size, np.int64))
             self.use(pages, np.ones(pages.size, np.int64))
             below: list[Numbers] = []
-            for start in range(0, pages.size, PAGES_AT_ONCE):
-                chunk = pages[start : start + PAGES_AT_ONCE]
-                nodes = _Nodes(name, self._header, chunk, self._buffer, self._read(chunk), is_leaf=level == tree.depth)
+            for chunk in _parts(pages):
+                nodes = self._pages.nodes(name, chunk, is_leaf=level == tree.depth)
                 if level < tree.depth:
                     below.append(nodes.children())
                     continue
@@ -133,6 +148,26 @@ class _Check:
         if outside.size:
             raise BadFile(f"the tree {name!r} leads to page {firsts[outside[0]]} of {self._header.pages}")
 
+    def _value_heads(self, firsts: Numbers, counts: Numbers) -> None:
+        for first, count in zip(firsts.tolist(), counts.tolist(), strict=True):
+            check_value_head(self._descriptor, self._header, first, count)
+
+
+class _Pages:
+    """Reads some hundred pages at once, into the same memory each time."""
+
+    def __init__(self, descriptor: int, header: FileHeader) -> None:
+        self._descriptor = descriptor
+        self._header = header
+        self._buffer = np.empty(PAGES_AT_ONCE * NEAR * header.page_bytes, np.uint8)
+
+    def nodes(self, name: str, pages: Numbers, *, is_leaf: bool) -> _Nodes:
+        """The nodes of those pages (``PAGES_AT_ONCE`` at most), in their order; good until the next call."""
+        order = np.argsort(pages)
+        starts = np.empty_like(pages)
+        starts[order] = self._read(pages[order])
+        return _Nodes(name, self._header, pages, self._buffer, starts, is_leaf=is_leaf)
+
     def _read(self, pages: Numbers) -> Numbers:
         """Read those pages (ascending) into the buffer, near ones with what lies between them; returns where each begins."""
         page_bytes = self._header.page_bytes
@@ -153,10 +188,6 @@ class _Check:
             at += length
         starts: Numbers = pages * page_bytes + np.repeat(shifts, np.diff([0, *ends]))
         return starts
-
-    def _value_heads(self, firsts: Numbers, counts: Numbers) -> None:
-        for first, count in zip(firsts.tolist(), counts.tolist(), strict=True):
-            check_value_head(self._descriptor, self._header, first, count)
 
 
 class _Nodes:
@@ -250,6 +281,23 @@ class _Nodes:
         if np.any(firsts >= self._header.pages):
             raise BadFile(f"the tree {self._name!r} leads to a value on page {firsts.max()} of {self._header.pages}")
         return firsts.astype(np.int64), value_pages(self._header, self._size[big])
+
+    def pairs(self, descriptor: int) -> list[tuple[bytes, bytes]]:
+        """Keys and values of a leaf's nodes."""
+        data = self._bytes[: int(self._at.max(initial=0)) + self._header.page_bytes].tobytes()
+        big = self._flags == BIG_DATA
+        keys = self._at + 8
+        values = keys + self._key_bytes
+        ends = values + np.where(big, 0, self._size)
+        found = [(data[a:b], data[b:c]) for a, b, c in zip(keys.tolist(), values.tolist(), ends.tolist(), strict=True)]
+        header = self._header
+        for at, first in zip(np.flatnonzero(big).tolist(), self.values()[0].tolist(), strict=True):
+            size = int(self._size[at])
+            value = os.pread(descriptor, size, first * header.page_bytes + header.header_bytes)
+            if len(value) != size:
+                raise BadFile(f"a value of {size} bytes is beyond the end of the file")
+            found[at] = found[at][0], value
+        return found
 
     def _require(self, fine: npt.NDArray[np.bool_], what: str) -> None:
         if not fine.all():

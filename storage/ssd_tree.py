@@ -67,20 +67,6 @@ class Page:
         low, middle, high, _ = _NODE.unpack_from(self._data, self._offsets[at] + self._base)
         return int(low | middle << 16 | high << 32)
 
-    def pairs(self) -> list[tuple[bytes, bytes]] | None:
-        """Keys and values of all nodes at once, for many of them; None where a value is not in the page."""
-        data, base, end = self._data, self._base, len(self._data)
-        found = []
-        for offset in self._offsets:
-            start = offset + base
-            low, high, flags, key_bytes = _NODE.unpack_from(data, start)
-            key_end = start + 8 + key_bytes
-            value_end = key_end + (low | high << 16)
-            if flags or value_end > end:
-                return None
-            found.append((data[start + 8 : key_end], data[key_end:value_end]))
-        return found
-
     def node(self, at: int) -> tuple[bytes, int, int, bytes]:
         """Key, flags, length of the value in bytes, and what is in the page of it: the value, or its first page's number."""
         start = self._offsets[at] + self._base
@@ -117,10 +103,6 @@ class Snapshot:
     def items(self, tree: Tree | None, start: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
         """Keys and values from ``start`` on, in the order of the keys."""
         for page, first in self._leaves(tree, start):
-            pairs = page.pairs() if not first else None
-            if pairs is not None:
-                yield from pairs
-                continue
             for at in range(first, page.count):
                 key, flags, size, inside = page.node(at)
                 yield key, self._value(flags, size, inside)

@@ -43,14 +43,30 @@ def verify(
     leaves meanwhile is no damage.
     """
     report = VerifyReport()
+    try:
+        _verify(environment, reader, report, progress, after, bytes_per_second, timer, sleep)
+    except DiskTrouble as error:
+        report.trouble = error.reason
+    return report
+
+
+def _verify(
+    environment: Environment,
+    reader: Reader,
+    report: VerifyReport,
+    progress: Callable[[VerifyReport], bool],
+    after: bytes,
+    bytes_per_second: float,
+    timer: Callable[[], float],
+    sleep: Callable[[float], None],
+) -> None:
     begun = timer()
     for key in _keys(environment, after):
         try:
             report.stored_bytes += reader.verify(environment, key)
             report.blocks += 1
-        except DiskTrouble as error:
-            report.trouble = error.reason
-            return report
+        except DiskTrouble:
+            raise
         except Missing:
             pass
         except Damaged as error:
@@ -58,13 +74,12 @@ def verify(
             report.damaged.append((key, error.reason))
         report.resume_after = key
         if not progress(report):
-            return report
+            return
         if bytes_per_second > 0:
             ahead = report.stored_bytes / bytes_per_second - (timer() - begun)
             if ahead > 0:
                 sleep(ahead)
     report.resume_after = b""
-    return report
 
 
 def _keys(environment: Environment, after: bytes) -> Iterator[bytes]:

@@ -123,6 +123,8 @@ def main() -> None:
         aside += status == ASIDE
         if status not in (0, ASIDE):
             wrong.append(f"seed {seed}: {status}")
+        if (seed - first) % 50 == 49:
+            print(f"{seed - first + 1} runs, {aside} aside, wrong: {wrong or 'none'}", file=sys.stderr, flush=True)
     print(f"{count} runs, {aside} stores moved aside")
     sys.exit("; ".join(wrong) or 0)
 

@@ -24,9 +24,12 @@ class Timer:
         return self.now
 
 
-def choice(configured: str = "auto", *, disk: float = 1e9, decode: float = 1e9) -> tuple[CodecChoice, Timer]:
+def choice(
+    configured: str = "auto", *, disk: float = 1e9, decode: float = 1e9, restored: float = 0.0
+) -> tuple[CodecChoice, Timer]:
     timer = Timer(SAMPLE_BYTES / decode)
-    return CodecChoice(configured, disk_rate=lambda: disk, timer=timer), timer
+    made = CodecChoice(configured, fetch_rate=lambda: disk, decode_rate=lambda codec: restored, timer=timer)
+    return made, timer
 
 
 BF16 = bf16_noise(1 << 18)
@@ -47,6 +50,29 @@ NOISE = np.random.default_rng(3).bytes(1 << 19)
 def test_auto_compresses_where_a_restore_gets_no_slower(disk: float, decode: float, expected: str) -> None:
     chosen, _ = choice(disk=disk, decode=decode)
     assert chosen.codec_for(SPACE, BF16) == expected
+
+
+@pytest.mark.parametrize("disk", [1e8, 3e8, 1e9, 3e9, 1e10])
+@pytest.mark.parametrize("sample", [2e8, 1e9, 5e9])
+@pytest.mark.parametrize("restored", [0.0, 2e8, 1e9, 5e9])
+@pytest.mark.parametrize("name", ["bf16", "fp32", "noise"])
+def test_what_auto_chooses_is_restored_no_slower_than_raw(
+    disk: float, sample: float, restored: float, name: str
+) -> None:
+    """By the speeds that a restore has: fetching goes by stored bytes, decoding as restores were, or else the sample was."""
+    payload = {"bf16": BF16, "fp32": FP32, "noise": NOISE}[name]
+    chosen, _ = choice(disk=disk, decode=sample, restored=restored)
+    codec = chosen.codec_for(SPACE, payload)
+    if codec == RAW:
+        return
+    share = next(one.ratio for one in chosen.measurements()[SPACE][1] if one.codec == codec)
+    seconds = share / disk + 1 / (restored or sample)
+    assert seconds <= 1 / disk * 1.000001
+
+
+def test_auto_believes_restores_rather_than_a_fast_sample() -> None:
+    assert choice(disk=5e8, decode=5e9)[0].codec_for(SPACE, BF16) == PLANES_2
+    assert choice(disk=5e8, decode=5e9, restored=5e8)[0].codec_for(SPACE, BF16) == RAW
 
 
 def test_auto_leaves_noise_alone() -> None:

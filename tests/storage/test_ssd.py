@@ -640,3 +640,17 @@ class StoreMachine(RuleBasedStateMachine):
 
 TestStore = StoreMachine.TestCase
 TestStore.settings = settings(max_examples=200 if LONG else 12, stateful_step_count=60 if LONG else 25, deadline=None)
+
+
+def test_auto_goes_by_what_restores_took_to_read_check_and_decode(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path, codec="zstd")
+    (meta,) = chain_of("a", [300_000])
+    spill(tier, [meta])
+    reader = tier._reader
+    assert (reader.fetch_rate, reader.decode_rate("zstd")) == (0, 0)
+    assert restore(tier, meta.key) == payload_of(meta.key, 300_000)
+    assert 0 < reader.fetch_rate < reader.rate, "checking counts"
+    assert reader.decode_rate("zstd") > 0
+    assert reader.decode_rate("zstd-planes2") == 0
+    assert tier.codec_of(NAMESPACE) == "zstd"
+    tier.close()
