@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -105,6 +106,18 @@ def private_mib(process: psutil.Process) -> float:
     return int(status.split("RssAnon:")[1].split()[0]) / 1024
 
 
+def descriptors(process: psutil.Process) -> int:
+    """Open descriptors, those of the arena's segments aside: how many segments there are follows the RAM tier's size."""
+    folder = Path(f"/proc/{process.pid}/fd")
+    if not folder.is_dir():
+        return int(process.num_fds())  # not Linux
+    count = 0
+    for link in folder.iterdir():
+        with suppress(FileNotFoundError):
+            count += "omlxd-segment" not in str(link.readlink())
+    return count
+
+
 class Soak:
     """One run."""
 
@@ -133,7 +146,7 @@ class Soak:
                 thread.start()
             while any(thread.is_alive() for thread in work):
                 self._sample(process)
-                work[0].join(0.5)
+                time.sleep(0.5)
             self.report.seconds = time.monotonic() - began
             self._look(process)
         log = self._daemon.log.read_text(errors="replace")
@@ -249,7 +262,7 @@ class Soak:
 
     def _sample(self, process: psutil.Process) -> None:
         self.report.private_mib.append(private_mib(process))
-        self.report.descriptors.append(process.num_fds())
+        self.report.descriptors.append(descriptors(process))
 
     def _look(self, process: psutil.Process) -> None:
         """Everybody has gone: what is left?"""
