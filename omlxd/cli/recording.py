@@ -115,6 +115,8 @@ def record(
     """
     from omlxd.lab.recording import Scribe, TooManyBlocks
 
+    if file.exists() and not file.is_file():
+        fail(f"{file} is no regular file: a recording cannot replace it")
     if file.exists() and not force:
         fail(f"{file} is there already: --force replaces it")
     with common.daemon(name="omlxd record") as cache:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
 from functools import partial
@@ -29,7 +30,7 @@ def replay_all(trace: Trace, path: Path, setups: Sequence[Setup], tell: Tell) ->
     Raises BrokenProcessPool when a process was ended from outside.
     """
     workers = min(len(setups), os.cpu_count() or 1)
-    if workers < 2 or trace.references * len(setups) < PAYS_FROM:
+    if workers < 2 or trace.references * len(setups) < PAYS_FROM or not path.is_file():  # a pipe is read once only
         outcomes = []
         for number, setup in enumerate(setups):
             outcomes.append(replay(trace, setup, partial(tell, number)))
@@ -76,8 +77,17 @@ class _Worker:
 
 def _begin(path: Path, reports: Queue[tuple[int, int]]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a word: the command says what is to be said
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     _Worker.trace = read_trace(path)
     _Worker.reports = reports
+
+
+def _end_with_parent() -> None:
+    """A command that was killed leaves no process that computes on for nobody."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _one(number: int, setup: Setup) -> Outcome:

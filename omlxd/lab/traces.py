@@ -24,9 +24,10 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from io import BufferedReader, TextIOWrapper
 from itertools import chain
 from pathlib import Path
-from typing import TypeGuard
+from typing import TextIO, TypeGuard
 
 from omlxd.storage.blocks import HASH_BYTES
 
@@ -149,15 +150,20 @@ class Trace:
 
 def read_trace(path: Path) -> Trace:
     """Read a whole trace. TraceError names the line that is wrong; OSError where the file cannot be read."""
-    with path.open("rb") as raw:
-        zipped = raw.read(2) == _GZIP_MAGIC
-    with gzip.open(path, "rt", encoding="utf-8") if zipped else path.open(encoding="utf-8") as lines:
+    with path.open("rb") as raw, _text(raw) as lines:
         try:
             return parse_trace(lines, path.name.removesuffix(".gz").removesuffix(".jsonl"))
         except (EOFError, gzip.BadGzipFile, zlib.error, UnicodeDecodeError) as error:
             raise TraceError(f"{path}: not a whole text or gzip file ({error}); fetch it again") from error
         except TraceError as error:
             raise TraceError(f"{path}: {error}") from None
+
+
+def _text(raw: BufferedReader) -> TextIO:
+    """Its lines, unzipped where it is gzip'd. Read once, so that it may be a pipe."""
+    if raw.peek(2)[:2] == _GZIP_MAGIC:
+        return TextIOWrapper(gzip.GzipFile(fileobj=raw), encoding="utf-8")
+    return TextIOWrapper(raw, encoding="utf-8")
 
 
 def parse_trace(lines: Iterable[str], name: str) -> Trace:

@@ -245,6 +245,7 @@ def test_what_cannot_be_recorded_is_refused(daemon: ConfiguredDaemon, tmp_path: 
     there.write_text("precious")
     for options, code, said in (
         ([str(there)], Exit.FAILED, "--force replaces it"),
+        (["/dev/null", "--force"], Exit.FAILED, "no regular file"),
         ([str(tmp_path / "no" / "folder")], Exit.FAILED, "No such file or directory"),
         ([str(tmp_path / "x"), "--namespace", "nobody"], Exit.NOT_FOUND, "nobody"),
         ([str(tmp_path / "x"), "--seconds", "soon"], Exit.USAGE, "soon"),
