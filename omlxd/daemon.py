@@ -14,13 +14,12 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from omlxd.activation import extend_timeout, inherited_sockets, notify
 from omlxd.config import Config
 from omlxd.counting import counted
 from omlxd.listening import Listening, SocketTaken, listen_at
 from omlxd.live import Live, Volume
+from omlxd.memory import memory
 from omlxd.metrics import MetricsServer
 from omlxd.models import ModelFolders
 from omlxd.paths import PathError, config_path, socket_path
@@ -55,7 +54,7 @@ class Sizes:
 
 def sizes_of(config: Config) -> Sizes:
     """Resolve sizes against this machine's memory."""
-    ram = config.ram_bytes(psutil.virtual_memory().total)
+    ram = config.ram_bytes(memory()[0])
     return Sizes(ram, config.segment_bytes(), config.max_dirty_bytes(ram))
 
 
@@ -222,7 +221,7 @@ class Daemon:
             env=os.environ,
             flags=self._flags,
             metrics=metrics,
-            memory=lambda: psutil.virtual_memory().total,
+            memory=lambda: memory()[0],
             volume=lambda path: Volume(*shutil.disk_usage(path)[::2]),
             on_models=lambda config: models.apply(watch=config.models.watch, grace=config.models.grace_seconds),
         )
@@ -241,11 +240,6 @@ class Daemon:
 
     async def _watch_memory(self, server: Server) -> None:
         """Give way when the system is short of memory."""
-
-        def memory() -> tuple[int, int]:
-            now = psutil.virtual_memory()
-            return now.total, now.available
-
         while True:
             server.store.elastic.note(pressure.read(memory).level)
             await asyncio.sleep(MEMORY_SECONDS)

@@ -25,6 +25,7 @@ from omlxd.config_problems import ConfigError
 from omlxd.config_sources import load_config
 from omlxd.errors import OmlxdError
 from omlxd.filesystems import disk_bytes, filesystem_of
+from omlxd.memory import memory
 from omlxd.paths import MAX_SOCKET_BYTES
 from omlxd.schema import Stats
 from omlxd.service import ServiceError, manager
@@ -205,30 +206,17 @@ def _remote(config: Config) -> Iterator[Finding]:
 
 
 def _memory(config: Config) -> Iterator[Finding]:
-    memory = psutil.virtual_memory()
-    ram = config.ram_bytes(memory.total)
-    text = (
-        f"{format_size(ram)} for the RAM tier of {format_size(memory.total)}, {format_size(memory.available)} available"
-    )
+    total, available = memory()
+    ram = config.ram_bytes(total)
+    text = f"{format_size(ram)} for the RAM tier of {format_size(total)}, {format_size(available)} available"
     if ram == 0:
         yield note("memory", "the RAM tier is off", 'size = "auto" under [ram] switches it on')
-    elif ram > memory.total // 2:
+    elif ram > total:
+        yield wrong("memory", f"{text}: more than this process may use", "lower size under [ram]")
+    elif ram > total // 2:
         yield note("memory", text, "that leaves little for models: lower size under [ram]")
     else:
         yield ok("memory", text)
-    if sys.platform == "linux":
-        yield from _shared_memory(ram)
-
-
-def _shared_memory(ram: int) -> Iterator[Finding]:
-    """A memfd counts as shared memory of the control group; a container may allow less than the machine has."""
-    for file in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
-        try:
-            text = file.read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit() and int(text) < ram:
-            yield wrong("memory", f"this control group may use {format_size(int(text))}", "lower size under [ram]")
 
 
 def _service() -> Iterator[Finding]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
-import psutil
 
 from omlxd.cli.context import Common, fail, json_option, pass_common, show_json
 from omlxd.config import GIB, Config
+from omlxd.memory import memory
 from omlxd.paths import log_path
 from omlxd.service import Service, ServiceError, manager, this_command
 
@@ -17,7 +17,7 @@ PROCESS_BYTES = GIB  # the daemon's own memory besides the RAM tier: index, buff
 
 def service_of(common: Common, config: Config) -> Service:
     """What the service files say for this configuration on this machine."""
-    ram = config.ram_bytes(psutil.virtual_memory().total)
+    ram = config.ram_bytes(memory()[0])
     return Service(
         command=this_command(),
         socket=common.socket(),

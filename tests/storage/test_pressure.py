@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from omlxd.storage import pressure
+from omlxd.storage.control_group import within
 from omlxd.storage.pressure import Governor, Level, Reading
 
 GIB = 1 << 30
@@ -86,3 +90,53 @@ def test_the_budget_stays_between_a_sixteenth_and_all(steps: list[tuple[Level, f
             assert budget == before
         else:
             assert before <= budget <= before + 2 * GIB
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "expected"),
+    [
+        ("0::/a/b\n", {"a/memory.max": "600", "a/memory.current": "500"}, (600, 100)),
+        (
+            "0::/a/b\n",
+            {"a/memory.max": "600", "a/memory.current": "500", "a/memory.stat": "anon 1\ninactive_file 80\n"},
+            (600, 180),
+        ),
+        ("0::/a/b\n", {"a/memory.max": "max", "a/memory.current": "500"}, (1000, 700)),
+        (
+            "0::/a/b\n",
+            {"a/memory.max": "900", "a/memory.current": "800", "a/b/memory.max": "400", "a/b/memory.current": "10"},
+            (400, 100),
+        ),
+        (
+            "4:memory:/x\n0::/\n",
+            {"memory/x/memory.limit_in_bytes": "500", "memory/x/memory.usage_in_bytes": "450"},
+            (500, 50),
+        ),
+        (
+            "4:cpu,memory:/of/the/host\n",
+            {"memory/memory.limit_in_bytes": "300", "memory/memory.usage_in_bytes": "400"},
+            (300, 0),
+        ),
+        (
+            "4:memory:/x\n",
+            {"memory/x/memory.limit_in_bytes": "9223372036854771712", "memory/x/memory.usage_in_bytes": "5"},
+            (1000, 700),
+        ),
+        ("nonsense\n4:memory:/../../etc\n", {"memory/memory.limit_in_bytes": "words"}, (1000, 700)),
+    ],
+)
+def test_a_control_group_may_leave_less_than_the_machine_has(
+    tmp_path: Path, membership: str, files: dict[str, str], expected: tuple[int, int]
+) -> None:
+    (tmp_path / "member").write_text(membership)
+    for name, text in files.items():
+        file = tmp_path / "mount" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    if "0::/a/b" in membership:
+        (tmp_path / "mount" / "a" / "b").mkdir(exist_ok=True)
+    assert within(1000, 700, membership=tmp_path / "member", mount=tmp_path / "mount") == expected
+
+
+def test_without_control_groups_it_is_the_machine(tmp_path: Path) -> None:
+    assert within(1000, 700, membership=tmp_path / "none", mount=tmp_path) == (1000, 700)

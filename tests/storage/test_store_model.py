@@ -176,11 +176,11 @@ class StoreMachine(RuleBasedStateMachine):
 
     def completed(self, owner: str, reserved: list[Reserved], *, success: bool) -> None:
         async def work() -> None:
-            stored = self.store.complete_store(owner, [one.reservation for one in reserved], success=success)
             attached = [one.block.meta.key for one in reserved if not one.block.detached]
-            assert stored == (len(attached) if success else 0)
             if success:
                 self.may.update(attached)
+            stored = self.store.complete_store(owner, [one.reservation for one in reserved], success=success)
+            assert stored == (len(attached) if success else 0)
 
         self.run(work())
 
