@@ -343,6 +343,7 @@ class SsdTier(SsdContents):
             return
         if health.policy is not None:
             self._ledger.warm(health.policy)
+        self.counts["synced"] += health.synced
         room = self._ledger.room
         if health.free_bytes is not None:
             room.free_bytes = health.free_bytes

@@ -43,7 +43,8 @@ def look(
         if state != "ok":
             with WriteTransaction(environment) as txn:  # does it take a write again?
                 txn.put(environment.meta, b"tick", b"")
-        if environment.durability == "interval":
+        synced = environment.durability == "interval"
+        if synced:
             environment.sync()
         lay_ballast(path, ballast_bytes(limit))
         return Health(
@@ -51,6 +52,7 @@ def look(
             free_bytes=free_space(path),
             allocated_bytes=environment.allocated_bytes(),
             other_bytes=other_bytes(path),
+            synced=synced,
         )
     except (DiskTrouble, Damaged, BadFile, OSError, lmdb.Error) as error:
         what = error if isinstance(error, DiskTrouble) else trouble(error)

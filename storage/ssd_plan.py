@@ -106,6 +106,8 @@ class Health:
     allocated_bytes: int | None = None
     other_bytes: int | None = None
     pages: Pages | None = None
+    synced: bool = False
+    """What was committed before is durable now, where commits are not by themselves."""
     loaded: object = field(default=None, repr=False)
     """A store that was found again (``ssd_load.Opened``)."""
     policy: CachePolicy | None = field(default=None, repr=False)

@@ -54,6 +54,8 @@ def check_structure(descriptor: int, header: FileHeader, *, thorough: bool = Fal
         raise BadFile(f"the file is shorter than the {end} bytes that are in use of it")
     free = free_pages(descriptor, header)
     check.use(free.astype(np.int64), np.ones(free.size, np.int64))
+    if 2 + free.size + sum(tree.pages for tree in (header.free, header.main, *trees.values())) > header.pages:
+        raise BadFile("more pages are in use and free than there are")
     check.no_page_twice()
     return end
 
@@ -109,12 +111,14 @@ class _Check:
     def tree(self, name: str, tree: Tree) -> None:
         """All levels of one tree, from its root."""
         if tree.root == NO_PAGE:
-            found = (0, 0, 0, 0)
+            branches = leaves = overflow = entries = 0
         elif not 1 <= tree.depth < MAX_DEPTH or (tree.flags and name != FREE):
             raise BadFile(f"the tree {name!r} is {tree.depth} levels deep and of kind {tree.flags}")
         else:
-            found = self._levels(name, tree)
-        if found != (tree.branch_pages, tree.leaf_pages, tree.overflow_pages, tree.entries):
+            branches, leaves, overflow, entries = self._levels(name, tree)
+        # A value that was overwritten by a shorter one keeps its pages, which only a thorough look shows.
+        counted = overflow == tree.overflow_pages if self._thorough else overflow <= tree.overflow_pages
+        if not counted or (branches, leaves, entries) != (tree.branch_pages, tree.leaf_pages, tree.entries):
             raise BadFile(f"the tree {name!r} has not the pages and entries that are written down of it")
 
     def _levels(self, name: str, tree: Tree) -> tuple[int, int, int, int]:
@@ -132,10 +136,10 @@ class _Check:
                 entries += nodes.size
                 firsts, counts = nodes.values()
                 self._in_range(name, firsts, counts)
+                if self._thorough:
+                    counts = self._said(firsts, counts)
                 self.use(firsts, counts)
                 overflow += int(counts.sum())
-                if self._thorough:
-                    self._value_heads(firsts, counts)
             if level < tree.depth:
                 branches += pages.size
                 pages = np.sort(np.concatenate(below))
@@ -148,9 +152,11 @@ class _Check:
         if outside.size:
             raise BadFile(f"the tree {name!r} leads to page {firsts[outside[0]]} of {self._header.pages}")
 
-    def _value_heads(self, firsts: Numbers, counts: Numbers) -> None:
-        for first, count in zip(firsts.tolist(), counts.tolist(), strict=True):
-            check_value_head(self._descriptor, self._header, first, count)
+    def _said(self, firsts: Numbers, counts: Numbers) -> Numbers:
+        """The values' pages as their first ones say."""
+        values = zip(firsts.tolist(), counts.tolist(), strict=True)
+        found = [check_value_head(self._descriptor, self._header, first, count) for first, count in values]
+        return np.array(found).astype(np.int64)
 
 
 class _Pages:
@@ -314,12 +320,16 @@ def value_pages(header: FileHeader, size: N) -> N:
     return (size + header.header_bytes + header.page_bytes - 1) // header.page_bytes
 
 
-def check_value_head(descriptor: int, header: FileHeader, first: int, count: int) -> None:
-    """Look at the head of a value's first page: LMDB frees as many pages as are named there. Raises ``BadFile``, ``OSError``."""
+def check_value_head(descriptor: int, header: FileHeader, first: int, count: int) -> int:
+    """The pages that a value's first page says it has: LMDB frees as many. Raises ``BadFile``, ``OSError``.
+
+    ``count`` is what its length takes; it has more where a longer value was overwritten.
+    """
     head = os.pread(descriptor, header.header_bytes, first * header.page_bytes)
     if len(head) != header.header_bytes:
         raise BadFile(f"page {first} is beyond the end of the file")
     number, flags = struct.unpack_from("=Q", head)[0], struct.unpack_from("=H", head, header.header_bytes - 6)[0]
-    pages = struct.unpack_from("=I", head, header.header_bytes - 4)[0]
-    if (number, flags, pages) != (first, OVERFLOW, count):
+    pages: int = struct.unpack_from("=I", head, header.header_bytes - 4)[0]
+    if (number, flags) != (first, OVERFLOW) or not count <= pages <= header.pages - first:
         raise BadFile(f"page {first}, where a value of {count} pages begins, says otherwise")
+    return pages

@@ -91,7 +91,9 @@ class WriteTransaction:
                 )
         try:
             for first, count in firsts:
-                check_value_head(environment.descriptor, header, first, count)
+                said = check_value_head(environment.descriptor, header, first, count)
+                if said != count:  # pieces are never overwritten
+                    raise BadFile(f"page {first}, where a piece of {count} pages begins, says {said}")
         except BadFile as error:
             raise Damaged(str(error)) from error
         except OSError as error:

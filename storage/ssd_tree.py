@@ -70,6 +70,8 @@ class Page:
     def node(self, at: int) -> tuple[bytes, int, int, bytes]:
         """Key, flags, length of the value in bytes, and what is in the page of it: the value, or its first page's number."""
         start = self._offsets[at] + self._base
+        if start + 8 > len(self._data):
+            raise Damaged(f"page {self.number} has a node outside of it")
         low, high, flags, key_bytes = _NODE.unpack_from(self._data, start)
         start += 8
         key = self._data[start : start + key_bytes]

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from omlxd.storage.blocks import BlockMeta
+from omlxd.storage.environment import Environment
 from omlxd.storage.ssd import MIN_LIMIT, Missing, SsdError, SsdLocked, SsdTier
+from omlxd.storage.ssd_pages import read_header
 from tests.storage.ssd_store import (
     NAMESPACE,
     OTHER,
@@ -653,4 +655,28 @@ def test_auto_goes_by_what_restores_took_to_read_check_and_decode(tmp_path: Path
     assert reader.decode_rate("zstd") > 0
     assert reader.decode_rate("zstd-planes2") == 0
     assert tier.codec_of(NAMESPACE) == "zstd"
+    tier.close()
+
+
+@pytest.mark.parametrize(("durability", "synced"), [("interval", [3, 5]), ("none", [])])
+def test_interval_makes_commits_durable_with_each_look_at_the_disk_and_never_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durability: str, synced: list[int]
+) -> None:
+    tier = open_tier(tmp_path, durability=durability)
+    found: list[int] = []
+    sync = Environment.sync
+
+    def noted(environment: Environment) -> None:
+        found.append(read_header(environment.descriptor).transaction - begun)
+        sync(environment)
+
+    monkeypatch.setattr(Environment, "sync", noted)
+    begun = tier._environment.header.transaction
+    for number in range(5):
+        spill(tier, chain_of(number, [5000]))
+        assert tier._environment.header.transaction == begun + number + 1
+        if number in (2, 4):
+            tier.observe(tier.probe())
+    assert found == synced
+    assert tier.counts["synced"] == len(synced)
     tier.close()

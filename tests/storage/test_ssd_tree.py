@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omlxd.storage.environment import DATA_NAME, SMALL_STORE, Environment
+from omlxd.storage.environment import DATA_NAME, SMALL_STORE, Environment, Reading
 from omlxd.storage.ssd_errors import Damaged, DiskTrouble
 from omlxd.storage.ssd_pages import BadFile, read_header
 from omlxd.storage.ssd_payload import locate
@@ -129,6 +130,36 @@ def live(path: Path, number: int) -> bool:
         return number not in free_pages(descriptor, read_header(descriptor))
     finally:
         os.close(descriptor)
+
+
+@pytest.mark.parametrize("at", [0, 10, 12, 16, 18, -2000, -30])
+def test_whatever_a_leaf_says_is_right_or_damage(tmp_path: Path, at: int) -> None:
+    environment = Environment(tmp_path, map_bytes=SMALL_STORE)
+    with WriteTransaction(environment) as txn:
+        for number in range(10):
+            txn.put(environment.recency, bytes([number]) * 9, bytes([number]) * 200)
+    tree = environment.read(lambda reading: reading.tree(environment.recency))
+    assert tree is not None
+    start = tree.root * environment.header.page_bytes + at % environment.header.page_bytes
+    whole = os.pread(environment.descriptor, 2, start)
+    works: list[Callable[[Reading], object]] = [
+        lambda reading: [reading.get(environment.recency, bytes([number]) * 9) for number in range(10)],
+        lambda reading: list(reading.items(environment.recency)),
+        lambda reading: list(reading.places(environment.recency, b"")),
+        lambda reading: list(reading.batches(environment.recency)),
+    ]
+    outcomes = set()
+    for value in range(0, 1 << 16, 149):
+        os.pwrite(environment.descriptor, value.to_bytes(2, "little"), start)
+        for work in works:
+            try:
+                environment.read(work)
+                outcomes.add("read")
+            except (Damaged, DiskTrouble):
+                outcomes.add("damage")
+    assert "damage" in outcomes or at < -10
+    os.pwrite(environment.descriptor, whole, start)
+    environment.close()
 
 
 def test_a_change_by_another_program_is_noticed_before_lmdb_goes_on(tmp_path: Path) -> None:
