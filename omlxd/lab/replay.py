@@ -8,11 +8,12 @@ requests that ask for nothing, which use what is there and store the rest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
 from omlxd.lab.traces import Request, Trace
+from omlxd.lab.weighing import WeighingManager
 from omlxd.policy.base import CachePolicy, RequestContext
 from omlxd.policy.belady import BeladyCachePolicy
 from omlxd.policy.registry import get_policy
@@ -65,8 +66,16 @@ def leading_run(found: Sequence[Lookup]) -> int:
 class Tier:
     """A manager, and when which of its blocks was used last."""
 
-    def __init__(self, size: int, policy: str, keys: Sequence[Sequence[bytes]]) -> None:
-        self.manager = ChunkManager(size, policy_class(policy))
+    def __init__(
+        self,
+        size: int,
+        policy: str,
+        keys: Sequence[Sequence[bytes]],
+        weights: Mapping[bytes, int] | None = None,
+    ) -> None:
+        """`size` blocks; of `weights`, bytes by key, where they are not of one size."""
+        chosen = policy_class(policy)
+        self.manager = ChunkManager(size, chosen) if weights is None else WeighingManager(size, chosen, weights)
         if isinstance(self.manager.policy, BeladyCachePolicy):
             self.manager.policy.know(keys)
         self._last_use: dict[bytes, int] = {}
@@ -114,7 +123,7 @@ class Tier:
 def replay_ram(trace: Trace, policy: str, size: int, progress: Progress | None = None) -> Tally:
     """RAM alone: `size` blocks under `policy`."""
     keys_of = trace.keys()
-    tier = Tier(size, policy, keys_of)
+    tier = Tier(size, policy, keys_of, trace.weights())
     manager = tier.manager
     tally = Tally()
     start = perf_counter()

@@ -31,8 +31,9 @@ class TieredReplay:
     def __init__(self, trace: Trace, policy: str, ram: int, ssd: int, mode: WriteMode, ssd_policy: str) -> None:
         self._trace = trace
         self._keys = trace.keys()
-        self._ram = Tier(ram, policy, self._keys)
-        self._ssd = Tier(ssd, ssd_policy, self._keys)
+        weights = trace.weights()
+        self._ram = Tier(ram, policy, self._keys, weights)
+        self._ssd = Tier(ssd, ssd_policy, self._keys, weights)
         self._mode = mode
         self._asked_again: set[bytes] = set()
         self._now = 0

@@ -29,7 +29,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TextIO, TypeGuard
 
-from omlxd.storage.blocks import HASH_BYTES
+from omlxd.storage.blocks import HASH_BYTES, block_key
 
 MOONCAKE_BLOCK_TOKENS = 512
 MAX_REQUEST_BLOCKS = 1 << 20
@@ -134,6 +134,15 @@ class Trace:
         blocks = sum(blocks for blocks, _ in known)
         return sum(blocks * size for blocks, size in known) // blocks if blocks else None
 
+    def weights(self) -> dict[bytes, int] | None:
+        """Bytes of each key, where namespaces have blocks of different sizes; None where all blocks count the same."""
+        sizes = {number: self.space(number).block_bytes for number in {request.space for request in self.requests}}
+        known = {size for size in sizes.values() if size is not None}
+        if len(known) < 2:
+            return None
+        mean = self.block_bytes or 1
+        return {key_of(block): sizes[request.space] or mean for request in self.requests for block in request.blocks}
+
     def space(self, number: int) -> Space:
         """What is known of a namespace."""
         return self.spaces.get(number) or Space(self.block_tokens)
@@ -141,11 +150,15 @@ class Trace:
     def keys(self) -> list[list[bytes]]:
         """The blocks of each request as keys, as a tier knows them."""
         names: dict[int, bytes] = {}
-        zero_group = bytes(4)
         for block in chain.from_iterable(request.blocks for request in self.requests):
             if block not in names:
-                names[block] = block.to_bytes(HASH_BYTES, "big") + zero_group
+                names[block] = key_of(block)
         return [[names[block] for block in request.blocks] for request in self.requests]
+
+
+def key_of(block: int) -> bytes:
+    """The key that stands for a block of a trace."""
+    return block_key(block.to_bytes(HASH_BYTES, "big"))
 
 
 def read_trace(path: Path) -> Trace:

@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import random
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from omlxd.lab.grid import replay_all
 from omlxd.lab.outcomes import Setup, replay
 from omlxd.lab.replay import replay_ram
 from omlxd.lab.tiered import WriteMode
-from omlxd.lab.traces import Request, Trace, TraceError, parse_trace, read_trace, run_lengths
+from omlxd.lab.traces import Request, Space, Trace, TraceError, parse_trace, read_trace, run_lengths
 from tests.omlxd import small_trace
 
 TRACES = os.environ.get("OMLXD_TRACES")
@@ -238,6 +239,39 @@ def test_processes_find_what_one_process_finds(small: Trace, monkeypatch: pytest
     assert [o.as_dict(None) | {"seconds": 0, "blocks_per_s": 0} for o in together] == [
         o.as_dict(None) | {"seconds": 0, "blocks_per_s": 0} for o in alone
     ]
+
+
+def two_sizes(*requests: tuple[int, range]) -> Trace:
+    """Blocks of 100 bytes in namespace 0, of 1900 in namespace 1; ten of each, so 1000 in the mean."""
+    spaces = {0: Space(16, 100), 1: Space(16, 1900)}
+    made = [Request(0, 0, 16 * len(blocks), 0, list(blocks), space) for space, blocks in requests]
+    named = [Request(0, 0, 0, 0, list(range(10)), 0, 0, 0), Request(0, 0, 0, 0, list(range(10, 20)), 1, 0, 0)]
+    return Trace("two", 16, [*made, *named], spaces)
+
+
+def test_blocks_of_different_sizes_take_the_room_that_they_have() -> None:
+    small_ones, large_ones = (0, range(10)), (1, range(10, 20))
+    fits = two_sizes(small_ones, (1, range(10, 14)), small_ones, (1, range(10, 14)), large_ones)
+    weights = fits.weights()
+    assert weights is not None
+    assert fits.block_bytes == sum(weights.values()) // 20
+    tally = replay_ram(fits, "lru", 10)
+    assert tally.reused_tokens == 16 * (10 + 4 + 4), "14 blocks in the room of 10"
+    assert tally.evicted > 0
+    assert tally.refused > 0, "ten large blocks are more than all the room"
+
+
+def test_blocks_of_one_size_count_alike_by_bytes_and_by_number(small: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
+    by_number = {policy: replay_ram(small, policy, 60) for policy in ("lru", "arc", "fifo", "belady")}
+    weights = dict.fromkeys(chain.from_iterable(Trace.keys(small)), 700)
+    monkeypatch.setattr(Trace, "weights", lambda self: weights)
+    for policy, expected in by_number.items():
+        tally = replay_ram(small, policy, 60)
+        assert (tally.reused_tokens, tally.stored, tally.evicted) == (
+            expected.reused_tokens,
+            expected.stored,
+            expected.evicted,
+        )
 
 
 TABLE = [
