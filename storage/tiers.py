@@ -9,20 +9,21 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from omlxd.storage.blocks import BlockMeta
+from omlxd.storage.books import Books
+from omlxd.storage.departures import Departures
 from omlxd.storage.elastic import Elastic
-from omlxd.storage.figures import FAST_SECONDS, LONG_SECONDS, Histogram
-from omlxd.storage.journal import Journal, Tier
+from omlxd.storage.figures import FAST_SECONDS, Histogram
+from omlxd.storage.journal import Tier
 from omlxd.storage.leasing import Leasing
 from omlxd.storage.loads import Load, Part
 from omlxd.storage.lower import Lower, Lowers
 from omlxd.storage.outer import Outer
-from omlxd.storage.owners import Owners, Seizure, UnknownId
+from omlxd.storage.owners import Owners, UnknownId
 from omlxd.storage.ram import RamBlock, RamTier
 from omlxd.storage.readying import Readying
 from omlxd.storage.requests import goes_on, request
@@ -31,15 +32,13 @@ from omlxd.storage.restore import Restorer
 from omlxd.storage.spill import Spiller, SpillSettings
 from omlxd.storage.ssd import SsdTier
 from omlxd.storage.ssd_index import Entry
-from omlxd.storage.ssd_plan import CommitOutcome, CommitPlan
 from omlxd.storage.tier import OuterTier, TierHost
 from omlxd.storage.where import Where
+from omlxd.storage.whereabouts import Whereabouts
 
 __all__ = ["Load", "Offer", "Part", "Reserved", "Store", "StoreSettings", "UnknownId", "Where"]
 
 log = logging.getLogger(__name__)
-
-_MISS, _PENDING, _RAM = int(Where.MISS), int(Where.PENDING), int(Where.RAM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,25 +72,25 @@ class Store:
         self.ram = ram
         self.ssd: SsdTier | None = None
         self.settings = settings
-        self.counts: Counter[tuple[bytes, str]] = Counter()
-        """By (namespace id, what): hits, misses, stores, declines, in blocks and in bytes."""
-        self.removals: Counter[str] = Counter()
-        """Readable blocks that left RAM, by cause."""
-        self.histograms = {
-            "load_seconds": Histogram(FAST_SECONDS),
-            "restore_seconds": Histogram(FAST_SECONDS),
-            "commit_seconds": Histogram(FAST_SECONDS),
-            "ram_reuse_gap_seconds": Histogram(LONG_SECONDS),
-            "ram_eviction_age_seconds": Histogram(LONG_SECONDS),
-        }
-        """What took how long: loads, restores and commits; what passed between two uses, and between the last and eviction."""
-        self.journal = Journal(self._is_in_other_tier)
+        self.books = Books(self._is_in_other_tier, clock)
+        self.counts = self.books.counts
+        self.removals = self.books.removals
+        self.histograms = self.books.histograms
+        self.journal = self.books.journal
         self.closing = False
         self._closed = self._started = False
         self._clock = clock
         self._ids = itertools.count(1)
         self._owners = Owners()
-        self._seizures: set[Seizure] = set()
+        self.lower = Lowers()
+        """The tiers below RAM, in the order in which they are tried."""
+        self._whereabouts = Whereabouts(ram, self.lower)
+        self.where = self._whereabouts.where
+        self.lookup = self._whereabouts.lookup
+        self.nbytes_of = self._whereabouts.nbytes_of
+        self._departures = Departures(
+            ram, self._owners, give_up=lambda block: self._complete(block, False), progress=self.progress
+        )
         self._reservations = Reservations(
             ram,
             self._owners,
@@ -116,8 +115,6 @@ class Store:
         self._readying = Readying(ram.arena)
         self.elastic = Elastic(ram, press=self._press, clock=clock)
         self.spiller: Spiller | None = None
-        self.lower = Lowers()
-        """The tiers below RAM, in the order in which they are tried."""
         self.outer = Outer(ram, ssd, self.lower, on_progress=self.progress)
         self.restorer: Restorer[Entry] | None = None
         self._leasing.lower = self.lower
@@ -137,7 +134,7 @@ class Store:
             writer=self._writer,
             coders=self._coders,
             on_progress=self.progress,
-            on_commit=self._committed,
+            on_commit=self.books.committed,
         )
         self.restorer = Restorer(
             self.ram,
@@ -218,19 +215,6 @@ class Store:
 
     # -- looking
 
-    def where(self, key: bytes) -> Where:
-        """Where the block is. No effect on recency."""
-        block = self.ram.blocks.get(key)
-        if block is not None:
-            if block.chunk.ref_cnt >= 0:
-                return Where.RAM
-            if not block.restoring:
-                return Where.PENDING
-        lower = self.lower.having(key)
-        if lower is None:
-            return Where.MISS if block is None else Where.SSD
-        return lower.where
-
     def to_ask_for(self, keys: Sequence[bytes], *, prefix: bool = False) -> list[bytes]:
         """Those of ``keys`` for which ``find`` would have to ask an outer tier; none where there is no such tier."""
         return self.outer.to_ask_for(keys, prefix=prefix)
@@ -238,31 +222,6 @@ class Store:
     async def find(self, keys: Sequence[bytes]) -> None:
         """Ask outer tiers for ``keys`` (what ``to_ask_for`` gave); within their deadlines, whatever the outcome."""
         await self.outer.find(keys)
-
-    def lookup(self, keys: Sequence[bytes], *, prefix: bool = False) -> bytes:
-        """One byte of :class:`Where` for each key; with ``prefix`` it ends with the first miss."""
-        get = self.ram.blocks.get
-        tiers = [(lower.tier, int(lower.where)) for lower in self.lower]
-        found: list[int] = []
-        append = found.append
-        for key in keys:
-            block = get(key)
-            if block is not None:
-                if block.chunk.ref_cnt >= 0:
-                    append(_RAM)
-                    continue
-                if not block.restoring:
-                    append(_PENDING)
-                    continue
-            for tier, code in tiers:
-                if key in tier:
-                    append(code)
-                    break
-            else:
-                append(_MISS)
-                if prefix:
-                    break
-        return bytes(found)
 
     # -- loading
 
@@ -305,21 +264,7 @@ class Store:
 
         The blocks stay as they are until the owner gives them back, at most ``seize_seconds`` longer. Raises UnknownId.
         """
-        found = self._owners.find_lease(lease_id)
-        if found is None:
-            raise UnknownId(f"there is no lease {lease_id}: it has ended, or never was")
-        owner, load = found
-        if not load.revoked:
-            load.revoked = True
-            load.end("revoked")
-            asyncio.get_running_loop().call_later(self.settings.seize_seconds, self._take_back, owner, load)
-        return owner
-
-    def _take_back(self, owner: Hashable, load: Load) -> None:
-        if not load.released:
-            self._owners.known(owner).leases.pop(load.id, None)
-            load.release()
-            self.progress()
+        return self._departures.revoke(lease_id, self.settings.seize_seconds)
 
     def touch(self, keys: Sequence[bytes], *, block_tokens: int) -> None:
         """An engine used its own copy of these blocks (head to tail)."""
@@ -357,10 +302,7 @@ class Store:
         if offer.reserved:
             self._readying.go_on()
         if metas:
-            namespace = metas[0].namespace
-            self.counts[namespace, "store_present"] += offer.present
-            for reason, count in offer.declined.items():
-                self.counts[namespace, f"declined_{reason}"] += count
+            self.books.offered(metas[0].namespace, offer)
         return offer
 
     def complete_store(self, owner: Hashable, reservations: Sequence[int], *, success: bool) -> int:
@@ -378,10 +320,7 @@ class Store:
         key = block.meta.key
         readable = self.ram.complete(block, success=success)
         if readable:
-            block.used = self._clock()
-            self.journal.tell("stored", "ram", block.meta)
-            self.counts[block.meta.namespace, "stored"] += 1
-            self.counts[block.meta.namespace, "stored_bytes"] += block.meta.nbytes
+            self.books.stored(block)
             if self.spiller is not None:
                 self.spiller.add(block)
             self.outer.offer(block.meta)
@@ -420,40 +359,11 @@ class Store:
         writing, and blocks that it was reading, are then kept from others until what is returned is called, or for at most
         ``seconds``; None is returned when nothing is kept.
         """
-        state = self._owners.pop(owner)
-        if state is None or self._closed:
+        if self._closed:
             return None
-        kept: list[RamBlock] = []
-        leases: list[Load] = []
-        for load in state.leases.values():
-            load.end("its client has gone")
-            if may_still_read:
-                leases.append(load)
-            else:
-                load.release()
-        for reservation in list(state.reservations):
-            block = state.pop_reservation(reservation)
-            if may_still_write:
-                self.ram.detach(block)
-                self.ram.hold(block)
-                kept.append(block)
-            self._complete(block, success=False)
-        self.progress()
-        return self._seize(leases, kept, seconds) if leases or kept else None
-
-    def _seize(self, leases: list[Load], written: list[RamBlock], seconds: float | None) -> Callable[[], None]:
-        def give_back() -> None:
-            self._seizures.discard(seizure)
-            for load in leases:
-                load.release()
-            for block in written:
-                self.ram.unhold(block)
-            self.progress()
-
-        blocks = len(written) + sum(len(load.blocks) for load in leases)
-        seizure = Seizure(seconds, blocks, give_back)
-        self._seizures.add(seizure)
-        return seizure.free
+        return self._departures.owner_gone(
+            owner, may_still_write=may_still_write, may_still_read=may_still_read, seconds=seconds
+        )
 
     def withdraw_overdue(self) -> int:
         """Let others store what has been reserved for too long; how many blocks. The memory stays with the slow writer."""
@@ -478,21 +388,9 @@ class Store:
             self.spiller.press()
 
     def _removed(self, block: RamBlock, cause: str) -> None:
-        self.removals[cause] += 1
-        if cause == "evicted" and block.used:
-            self.histograms["ram_eviction_age_seconds"].observe(self._clock() - block.used)
-        self.journal.tell("removed", "ram", block.meta, cause)
+        self.books.left_ram(block, cause)
         if self.spiller is not None:
             self.spiller.left_ram(block)
-
-    def _committed(self, plan: CommitPlan, outcome: CommitOutcome) -> None:
-        self.histograms["commit_seconds"].observe(outcome.seconds)
-        if outcome.stored:
-            for encoded, _ in plan.blocks:
-                self.journal.tell("spilled", "ssd", encoded.meta)
-        if outcome.removed:
-            for entry in plan.victims:
-                self.journal.tell("removed", "ssd", entry, "evicted")
 
     def _fetched(self, block: RamBlock, *, keep: bool) -> None:
         """A block has come from an outer tier, which will still have it: it may leave RAM unwritten."""
@@ -511,7 +409,7 @@ class Store:
         log.warning("block %s on the SSD is damaged (%s); it is a miss from now on", key[:8].hex(), reason)
         entry = self.ssd.meta(key)
         if entry is not None:
-            self.journal.tell("removed", "ssd", entry, "damaged")
+            self.books.damaged(entry)
         self.ssd.damaged(key, reason)
 
     # -- for operators
@@ -532,15 +430,6 @@ class Store:
         """Payload bytes that ``owner`` has reserved and not completed."""
         return self._owners.known(owner).reserved_bytes
 
-    def nbytes_of(self, key: bytes) -> int | None:
-        """Payload bytes of a block; None when it is in no tier, as far as is known."""
-        block = self.ram.blocks.get(key)
-        if block is not None:
-            return block.meta.nbytes
-        lower = self.lower.having(key)
-        record = lower.tier.meta(key) if lower is not None else None
-        return record.nbytes if record is not None else None
-
     def too_large(self) -> dict[bytes, int]:
         """By namespace: payload bytes of the smallest block that was declined and would not fit the RAM tier now either."""
         return {
@@ -553,7 +442,7 @@ class Store:
         """Gauges: leases, leased blocks, reservations, reserved bytes, memory kept from a vanished owner."""
         return {
             **self._owners.held(),
-            "seized_blocks": sum(seizure.blocks for seizure in self._seizures),
+            "seized_blocks": self._departures.seized_blocks,
             "loads_filling": len(self._leasing.filling),
         }
 
