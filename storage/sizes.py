@@ -92,6 +92,8 @@ def parse_blocks(text: str, *, distinct: int, block_bytes: int | None) -> int:
     if match is None or len(stripped) > _LONGEST:
         raise _no_blocks(text, "not a size")
     unit = match["unit"].lower()
+    if not unit and "." in stripped:
+        raise _no_blocks(text, "a fraction of a block")
     try:
         number = parse_size(stripped, total=distinct)
     except ValueError as error:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from omlxd.cli.context import hint, json_option, show, show_json
 from omlxd.cli.quantities import Bytes, Several
-from omlxd.cli.replaying import check_policies, headline
+from omlxd.cli.replaying import axis_label, check_policies, headline
 from omlxd.cli.traces import blocks_of, draw, plot_option, read, replay_with_bar, trace_argument
 from omlxd.cli.views import duration, plain_table
 from omlxd.lab.advice import Advice, ladder
@@ -255,4 +255,4 @@ def _draw(file: Path, trace: Trace, outcomes: Sequence[Outcome]) -> None:
         curves[name] = [*curves.get(name, ()), outcome.prefix_hit_pct]
     if len(places) < 2:
         hint("one size makes no curve: give several, as in --ram 4GiB,8GiB,16GiB")
-    draw(file, trace.name, Axis("RAM", list(places.values()), list(places)), curves, "tokens reused, %")
+    draw(file, trace.name, Axis(axis_label(list(places)), list(places.values()), list(places)), curves, "tokens reused, %")

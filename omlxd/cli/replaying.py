@@ -178,6 +178,13 @@ def _ages(ages: VictimAges | None) -> str:
     return "-" if ages is None else f"{ages.median:,.0f}/{ages.p90:,.0f}"
 
 
+def axis_label(sizes: Sequence[str]) -> str:
+    """What the sizes below the curves are."""
+    if all(size.endswith("%") for size in sizes):
+        return "RAM, of the different blocks"
+    return "RAM, blocks" if all(size.isdecimal() for size in sizes) else "RAM"
+
+
 def _draw(file: Path, trace: Trace, outcomes: Iterable[Outcome], sizes: Sequence[str], ssds: Sequence[str]) -> None:
     by_size = {outcome.setup.size: outcome.setup.blocks for outcome in outcomes}
     ordered = sorted(sizes, key=by_size.__getitem__)
@@ -188,5 +195,5 @@ def _draw(file: Path, trace: Trace, outcomes: Iterable[Outcome], sizes: Sequence
         for policy in dict.fromkeys(outcome.setup.policy for outcome in outcomes):
             found = {o.setup.size: o.prefix_hit_pct for o in outcomes if (o.setup.policy, o.setup.ssd) == (policy, ssd)}
             curves[policy if ssd is None else f"{policy} + SSD {ssd}"] = [found[size] for size in ordered]
-    axis = Axis("RAM (of the different blocks, blocks, or bytes)", [by_size[size] for size in ordered], ordered)
+    axis = Axis(axis_label(ordered), [by_size[size] for size in ordered], ordered)
     draw(file, trace.name, axis, curves, "tokens reused, %")

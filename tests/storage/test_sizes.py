@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omlxd.storage.sizes import ALLOWED, MAX_BYTES, format_size, parse_size
+from omlxd.storage.sizes import ALLOWED, MAX_BYTES, format_size, parse_blocks, parse_size
 
 
 @pytest.mark.parametrize(
@@ -137,3 +137,38 @@ def test_any_text_is_read_or_refused_with_a_value_error(text: str) -> None:
         message = ALLOWED
         assert 0 <= nbytes <= MAX_BYTES
     assert ALLOWED in message
+
+
+@pytest.mark.parametrize(
+    ("text", "blocks"),
+    [("5000", 5000), ("1_000", 1000), ("1%", 1827), ("0.5%", 913), ("100%", 182_790), ("8GiB", 1024), (" 9MiB ", 1)],
+)
+def test_numbers_of_blocks(text: str, blocks: int) -> None:
+    assert parse_blocks(text, distinct=182_790, block_bytes=8 << 20) == blocks
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("0", "less than one block"),
+        ("7MiB", "less than one block"),
+        ("0.0001%", "less than one block"),
+        ("1.5", "a fraction of a block"),
+        ("200%", "more than 100%"),
+        ("-3", "not a size"),
+        ("auto", "not a size"),
+        ("5 elephants", "unknown unit"),
+        ("5x", "unknown unit"),
+        ("", "not a size"),
+        ("9" * 80, "not a size"),
+    ],
+)
+def test_refused_numbers_of_blocks_say_why_and_what_is_allowed(text: str, why: str) -> None:
+    with pytest.raises(ValueError, match="Allowed: a number of blocks") as caught:
+        parse_blocks(text, distinct=1000, block_bytes=8 << 20)
+    assert why in str(caught.value)
+
+
+def test_bytes_are_no_blocks_while_it_is_not_known_how_large_one_is() -> None:
+    with pytest.raises(ValueError, match="give --block-bytes"):
+        parse_blocks("8GiB", distinct=1000, block_bytes=None)
