@@ -40,7 +40,7 @@ from tests.storage.ssd_store import PLENTY, Clock, open_tier, payload_of
 PAGE = 16 << 10
 CHAINS, LENGTH = 4, 6
 SPACES = [b"n" * 32, b"o" * 32]
-POLICIES = ["lru", "arc"]
+POLICIES = ["lru", "arc", "prefix"]
 OWNERS = ["one", "two", "three"]
 BUDGET = 24 * PAGE
 TIMEOUT = 60.0
