@@ -255,4 +255,10 @@ def _draw(file: Path, trace: Trace, outcomes: Sequence[Outcome]) -> None:
         curves[name] = [*curves.get(name, ()), outcome.prefix_hit_pct]
     if len(places) < 2:
         hint("one size makes no curve: give several, as in --ram 4GiB,8GiB,16GiB")
-    draw(file, trace.name, Axis(axis_label(list(places)), list(places.values()), list(places)), curves, "tokens reused, %")
+    draw(
+        file,
+        trace.name,
+        Axis(axis_label(list(places)), list(places.values()), list(places)),
+        curves,
+        "tokens reused, %",
+    )
