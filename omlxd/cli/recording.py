@@ -102,7 +102,7 @@ class RecordingFile:
 def record(
     common: Common, file: Path, seconds: float | None, max_size: int, namespace: str | None, force: bool, as_json: bool
 ) -> None:
-    """Record what engines ask and store, to try policies and sizes on it.
+    """Record what engines ask and store, for `replay` and `advise`.
 
     Until Ctrl-C, or as long as --seconds says. The file is a trace for
     `replay` and `advise`. It has no prompts, no token ids and no hashes:
