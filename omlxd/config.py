@@ -56,7 +56,7 @@ class Ram(Section):
     """The tier in shared memory."""
 
     size: Size = Field(default="auto", description='bytes, "8GiB", "20%" of memory, "auto", or 0 to switch it off')
-    policy: Policy = Field(default="lru", description="what leaves when room is needed")
+    policy: Policy = Field(default="prefix", description="what leaves when room is needed")
     segment: Bytes = Field(default="1GiB", description="size of one shared-memory segment")
 
 
@@ -68,7 +68,7 @@ class Ssd(Section):
         default="auto", description='bytes, "200GiB", "20%" of the volume, "auto", or 0 to switch it off'
     )
     min_free: MinFree = Field(default="5GiB", description="space on the volume that is left alone, whatever size says")
-    policy: Policy = Field(default="lru", description="what leaves when room is needed")
+    policy: Policy = Field(default="prefix", description="what leaves when room is needed")
     durability: Literal["commit", "interval", "none"] = Field(
         default="commit", description="when written data is forced to the disk; none may lose the store at a power cut"
     )

@@ -276,5 +276,5 @@ def _use(stats: Stats) -> Iterator[Finding]:
         yield note(
             "use",
             f"blocks were not taken: {text}",
-            "no_room, too_large: raise size under [ram]; ssd_behind: max_dirty under [ssd]",
+            "no_room, too_large, less_worth: raise size under [ram]; ssd_behind: max_dirty under [ssd]",
         )

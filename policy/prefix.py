@@ -18,8 +18,12 @@ from omlxd.policy.prefix_history import History
 from omlxd.policy.prefix_model import gain_over_rent
 from omlxd.policy.prefix_state import PrefixState
 
-WORTH_A_WRITE = 0.25
-"""Uses that a block must promise beyond the rent of its room to be worth a write to the SSD."""
+WEAR = 235.0
+"""Uses that a block must promise beyond the rent of its room to be worth a write to an SSD which all that is new
+would fill within one request. The price of a write is a share of the disk's life, and a disk of twice the size
+may be written twice as much; so it falls with the time in which the new would fill it.
+"""
+_FULL = 0.97  # of the capacity, which a tier with a byte budget can only estimate
 AGAIN_COUNTS = 2.0
 """What a use of a block counts there that has been used again before: more uses follow it than a first one."""
 
@@ -34,7 +38,6 @@ class PrefixCachePolicy(CachePolicy):
         super().__init__(cache_capacity)
         self._missed: Sequence[bytes] = ()
         self._declined = False
-        self._rent = 0.0
 
     @property
     def cache_capacity(self) -> int:
@@ -154,7 +157,6 @@ class PrefixCachePolicy(CachePolicy):
         self._history = History(self.cache_capacity)
         self._missed = ()
         self._declined = False
-        self._rent = 0.0
 
     def mark_evictable(self, key: bytes) -> None:
         """Let the chunk's group be evicted, where it waited for this chunk."""
@@ -214,7 +216,6 @@ class PrefixCachePolicy(CachePolicy):
             chunk = node.chunk
             history.depart(node)
             victims.append((node, chunk))
-            self._rent = worth
             sated = len(victims) == n or (enough is not None and enough(node.key, chunk))
         for group in reversed(passed):
             queue.add(group, first=True)
@@ -268,16 +269,20 @@ class PrefixCachePolicy(CachePolicy):
     def worth_writing(self, key: bytes) -> bool:
         """Whether the block's uses will outweigh the rent of its room by enough.
 
-        The rent is what the room of the latest victim was worth; while there was none, and while there is nothing
+        The rent is what the room of the next victim is worth. While there is room without, and while there is nothing
         to predict from, every block is worth it.
         """
-        node = self._history.nodes.get(key)
-        if not self._rent or node is None or isinstance(node.group, Path):
+        history = self._history
+        node = history.nodes.get(key)
+        if node is None or isinstance(node.group, Path) or history.num_residents < _FULL * history.capacity:
+            return True
+        least = None if history.guard.lru_leads else history.queue.least()
+        if least is None:
             return True
         group = node.group
         group_class = group.group_class
         counts = AGAIN_COUNTS if group_class.has_been_used_again else 1.0
-        return gain_over_rent(group_class.hazards, group.bin, self._rent, counts) >= WORTH_A_WRITE
+        return gain_over_rent(group_class.hazards, group.bin, least[0], counts) >= min(1.0, WEAR * history.turnover)
 
     def chunks(self) -> Iterator[tuple[bytes, ChunkStatus]]:
         """All resident keys with their chunks, least worthy first."""

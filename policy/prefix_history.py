@@ -18,6 +18,7 @@ from omlxd.policy.prefix_queue import WorthQueue
 GHOSTS_PER_BLOCK = 16
 MOST_GHOSTS = 1_000_000
 _MOST_PATHS = 512  # running requests; of more the oldest counts as ended
+_REMEMBERED_REQUESTS = 4_096  # for the rate at which new blocks come
 _RENEWED_PER_REQUEST = 16  # classes looked at anew
 
 
@@ -36,6 +37,7 @@ class History:
         self.num_residents = 0
         self.max_ghosts = min(GHOSTS_PER_BLOCK * capacity, MOST_GHOSTS)
         self.now = 0
+        self._fresh = self._requests = 0
         self._rank = 0
         self._ages: list[OrderedDict[Group, None]] = [OrderedDict() for _ in range(NUM_BINS)]
 
@@ -43,6 +45,11 @@ class History:
         """So many blocks fit from now on."""
         self.capacity = self.guard.capacity = capacity
         self.max_ghosts = min(GHOSTS_PER_BLOCK * capacity, MOST_GHOSTS)
+
+    @property
+    def turnover(self) -> float:
+        """Which part of the capacity a mean request would fill with blocks that were not known."""
+        return self._fresh / max(1, self._requests * self.capacity)
 
     # Requests
 
@@ -86,6 +93,7 @@ class History:
                 if not create:
                     continue
                 nodes[key] = node = Node(key, path, len(mine))
+                self._fresh += 1
                 count = 1
                 path.leading = path.shadow_leading = False
             else:
@@ -178,7 +186,12 @@ class History:
         """The request of `path` has ended: its blocks become groups, and what it used is learnt from."""
         path.closed = True
         self.paths.pop(path, None)
-        self.now += not path.goes_on
+        if not path.goes_on:
+            self.now += 1
+            self._requests += 1
+            if self._requests >= _REMEMBERED_REQUESTS:
+                self._requests //= 2
+                self._fresh //= 2
         self._learn(path)
         nodes = path.nodes
         if None in nodes:

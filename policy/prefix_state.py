@@ -74,7 +74,11 @@ class PrefixState:
         now = state.get("now")
         if not isinstance(groups, list | tuple) or not isinstance(now, int):
             raise ValueError(f"policy state: 'groups' must be a list and 'now' a number; {_DISCARD}")
-        if not isinstance(guard, list | tuple) or len(guard) != NUM_SAVED or not all(isinstance(n, int | float) for n in guard):
+        if (
+            not isinstance(guard, list | tuple)
+            or len(guard) != NUM_SAVED
+            or not all(isinstance(n, int | float) for n in guard)
+        ):
             raise ValueError(f"policy state: 'guard' must be {NUM_SAVED} numbers; {_DISCARD}")
         saved = [_unpack_group(item, now) for item in groups]
         if any(later.since < earlier.since for earlier, later in pairwise(saved)):

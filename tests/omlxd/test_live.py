@@ -22,7 +22,7 @@ def test_changes_are_what_differs_in_the_files_order(tmp_path: Path) -> None:
     new = load_config(flags={"ram.size": "2GiB", "ram.policy": "arc", "ssd.mode": "write_through"})
     assert [(change.key, change.old, change.new) for change in changes(old, new)] == [
         ("ram.size", "1GiB", "2GiB"),
-        ("ram.policy", "lru", "arc"),
+        ("ram.policy", "prefix", "arc"),
     ]
 
 

@@ -23,6 +23,13 @@ KEYS = st.integers(0, 15).map(key_of)
 SOME_KEYS = st.lists(KEYS, max_size=7, unique=True)
 
 
+def _request(number: int) -> RequestContext:
+    """One of three requests at a time; what the second one stores may be declined."""
+    ctx = RequestContext(f"r{number}")
+    ctx.may_be_declined = number == 1
+    return ctx
+
+
 class ContractMachine(CountingMachine):
     """Drives a policy as a tier may, and keeps the contents in a dict."""
 
@@ -32,7 +39,7 @@ class ContractMachine(CountingMachine):
         super().__init__()
         self.policy = self.policy_class(CAPACITY)
         self.contents: dict[bytes, ChunkStatus] = {}
-        self.requests = [RequestContext(f"r{number}") for number in range(3)]
+        self.requests = [_request(number) for number in range(3)]
         self.seen: list[dict[bytes, None]] = [{}, {}, {}]
         self.slots = 0
 
@@ -57,15 +64,16 @@ class ContractMachine(CountingMachine):
         if fresh:
             self.policy.on_request_access(fresh, self.requests[request])
 
-    @rule(request=st.integers(0, 2), positions=st.booleans(), reused=st.sets(KEYS))
-    def finish(self, request: int, positions: bool, reused: set[bytes]) -> None:
+    @rule(request=st.integers(0, 2), positions=st.booleans(), reused=st.sets(KEYS), goes_on=st.booleans())
+    def finish(self, request: int, positions: bool, reused: set[bytes], goes_on: bool) -> None:
         ctx, seen = self.requests[request], list(self.seen[request])
         if positions:
             for place, key in enumerate(sorted(seen)):
                 ctx.set_offload_key_position(key, place)
         inserted = {key for key in seen if key not in reused}
         self.policy.on_request_finished([seen], inserted, reused & set(seen), ctx)
-        self.requests[request] = RequestContext("next")
+        if not goes_on:
+            self.requests[request] = _request(request)
         self.seen[request] = {}
 
     @rule(key=KEYS, success=st.booleans())
@@ -105,9 +113,13 @@ class ContractMachine(CountingMachine):
                 if chunk.ref_cnt == 0:
                     self.policy.mark_evictable(key)
 
-    @rule(keys=SOME_KEYS)
-    def touch(self, keys: list[bytes]) -> None:
-        self.policy.touch(keys, RequestContext("touch"))
+    @rule(keys=SOME_KEYS, request=st.none() | st.integers(0, 2))
+    def touch(self, keys: list[bytes], request: int | None) -> None:
+        self.policy.touch(keys, RequestContext("touch") if request is None else self.requests[request])
+
+    @rule(capacity=st.integers(1, 2 * CAPACITY))
+    def resize(self, capacity: int) -> None:
+        self.policy.cache_capacity = capacity
 
     def _order(self) -> list[bytes]:
         return [key for key, _ in self.policy.chunks()]
@@ -173,7 +185,7 @@ class ContractMachine(CountingMachine):
         if type(self.policy) is not BeladyCachePolicy:
             self.policy = self.policy_class(CAPACITY)
         self.policy.restore_state(state, self.contents)
-        self.requests = [RequestContext("after") for _ in range(3)]
+        self.requests = [_request(number) for number in range(3)]
         self.seen = [{}, {}, {}]
 
     @invariant()
