@@ -135,8 +135,8 @@ class Connection:
         if self._sock.fileno() < 0:
             return True
         poll = select.poll()
-        poll.register(self._sock, 0)  # what is said without being asked for
-        return bool(poll.poll(0))
+        poll.register(self._sock, select.POLLHUP)
+        return any(events & (select.POLLHUP | select.POLLERR) for _, events in poll.poll(0))
 
     def _fail(self, reason: str) -> None:
         """It cannot be sent to any more. Told a step later: who sends is in the middle of something."""
