@@ -75,7 +75,7 @@ class Ssd(Section):
     codec: Codec = Field(default="auto", description="how blocks are stored")
     mode: Literal["write_back", "write_through", "second_touch"] = Field(
         default="write_back",
-        description="when a block is written: when it has to leave RAM, at once, or when used again",
+        description="when a block is written: when it has to leave RAM, at once, or when used or stored again",
     )
     max_dirty: Dirty = Field(
         default="auto", description="the most that a crash may lose: bytes in RAM that are not yet on the SSD"

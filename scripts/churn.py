@@ -30,6 +30,8 @@ NAMESPACE = b"c" * 32
 CHAIN = 8
 """Blocks of a chain, stored by one commit."""
 SAMPLES = 240
+WINDOW = 6
+"""Samples on either side of one that the bold lines of the plot are medians of."""
 LOOK_SECONDS = 1.0
 
 
@@ -154,18 +156,24 @@ def plot(samples: list[Sample], limit: int, file: Path) -> None:
 
     figure, (latency, size, memory) = pyplot.subplots(3, 1, figsize=(7, 6), sharex=True)
     minutes = [one.at / 60 for one in samples]
-    latency.plot(minutes, [one.commit_p99 * 1e3 for one in samples], lw=0.8, label="99th percentile")
-    latency.plot(minutes, [one.commit_median * 1e3 for one in samples], lw=0.8, label="median")
-    latency.plot(minutes, [one.commit_cpu * 1e3 for one in samples], lw=0.8, label="CPU time, mean")
+    for name, label in (
+        ("commit_p99", "99th percentile"),
+        ("commit_median", "median"),
+        ("commit_cpu", "CPU time, mean"),
+    ):
+        values = [getattr(one, name) * 1e3 for one in samples]
+        smooth = [statistics.median(values[max(0, at - WINDOW) : at + WINDOW + 1]) for at in range(len(values))]
+        (line,) = latency.plot(minutes, smooth, lw=1.2, label=label)
+        latency.plot(minutes, values, lw=0.4, alpha=0.5, color=line.get_color())
     latency.set_yscale("log")
     latency.set_ylabel("commit of 8 blocks, ms")
     latency.legend(fontsize=7, ncols=3)
     size.plot(minutes, [one.used / 2**20 for one in samples], lw=0.8)
     size.axhline(limit / 2**20, color="grey", ls="--", lw=0.8)
-    size.set_ylim(0)
+    size.set_ylim(0, 1.15 * limit / 2**20)
     size.set_ylabel("store on disk, MiB")
     memory.plot(minutes, [one.memory / 2**20 for one in samples], lw=0.8)
-    memory.set_ylim(0)
+    memory.set_ylim(0, 1.15 * max(one.memory for one in samples) / 2**20)
     memory.set_ylabel("process, MiB")
     memory.set_xlabel(f"minutes; the store was written {samples[-1].turnovers:.0f} times over")
     figure.tight_layout()
@@ -183,7 +191,15 @@ def main() -> None:
     parser.add_argument("--dir", type=Path, default=None, help="a folder on the disk to use")
     parser.add_argument("--plot", type=Path, default=None, help="a PNG file to draw into")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument(
+        "--from", type=Path, default=None, dest="earlier", help="draw what --json gave earlier; run nothing"
+    )
     options = parser.parse_args()
+    if options.earlier is not None:
+        if options.plot is None:
+            parser.error("--from needs --plot")
+        plot([Sample(**one) for one in json.loads(options.earlier.read_text())["samples"]], options.limit, options.plot)
+        return
     with tempfile.TemporaryDirectory(prefix="omlxd-churn-", dir=options.dir) as folder:
         samples, map_full = churn(Path(folder), options.limit, options.seconds)
     found = {**verdict(samples, options.limit), "map_full": map_full}

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from omlxd.storage.admission import AdmissionFilter
 from omlxd.storage.ssd_errors import SsdError
 
 if TYPE_CHECKING:
@@ -38,7 +39,12 @@ class WriteMode(StrEnum):
     WRITE_THROUGH = "write_through"
     """At once."""
     SECOND_TOUCH = "second_touch"
-    """As write_back, but only blocks that somebody asked for again; others are dropped when they leave RAM."""
+    """As write_back, but only blocks that somebody asked for again, or stored again after they had left; others are dropped
+    when they leave RAM. The ``TRACKED_KEYS`` stored last are remembered."""
+
+
+TRACKED_KEYS = 1 << 16
+"""Of blocks that were stored and not written, for admission by second touch; about 12 MB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +86,7 @@ class Spiller:
         self._coders = coders
         self._on_progress = on_progress
         self._on_commit = on_commit
+        self._stored = AdmissionFilter(2, TRACKED_KEYS)
         self._dirty: OrderedDict[bytes, tuple[RamBlock, float]] = OrderedDict()
         self._parked: dict[bytes, RamBlock] = {}
         self._wake = asyncio.Event()
@@ -116,8 +123,10 @@ class Spiller:
         if key in self._dirty or key in self._ssd:
             return
         if self.settings.mode is WriteMode.SECOND_TOUCH and not asked_again:
-            self.counts["not_admitted"] += 1
-            return
+            self._stored.count([key])
+            if not self._stored.admitted([key]):
+                self.counts["not_admitted"] += 1
+                return
         if not self._ssd.writable:
             self._park(block)
             return

@@ -128,6 +128,18 @@ def test_second_touch_writes_what_was_asked_for_again_only(configured: Configure
         assert stats_of(cache)["counts"]["spill_not_admitted"] == 2 * BLOCKS
 
 
+def test_second_touch_writes_what_had_left_and_was_stored_again(configured: ConfiguredDaemon) -> None:
+    start(configured, mode="second_touch")
+    with omlxd.connect(configured.socket) as cache:
+        space = space_of(cache)
+        keys = store(space, 1)
+        cache.call("clear", tier="ram", timeout=60)
+        assert load(space, keys) == 0
+        assert store(space, 1) == keys
+        flush(cache)
+        assert ssd_of(cache)["blocks"] == BLOCKS
+
+
 def test_what_is_clean_is_never_written_again_and_what_is_written_is_counted(configured: ConfiguredDaemon) -> None:
     start(configured)
     with omlxd.connect(configured.socket) as cache:
