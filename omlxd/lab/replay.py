@@ -8,6 +8,7 @@ requests that ask for nothing, which use what is there and store the rest.
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -17,7 +18,10 @@ from omlxd.lab.weighing import WeighingManager
 from omlxd.policy.base import CachePolicy, RequestContext
 from omlxd.policy.belady import BeladyCachePolicy
 from omlxd.policy.registry import get_policy
+from omlxd.storage.chunk_records import RequestState
 from omlxd.storage.chunks import ChunkManager, Lookup
+from omlxd.storage.owners import RECENT_REQUESTS
+from omlxd.storage.requests import goes_on, request
 
 OFFLINE: dict[str, type[CachePolicy]] = {"belady": BeladyCachePolicy}
 """Policies that know the future: for replays alone, so the registry has none of them."""
@@ -63,6 +67,28 @@ def leading_run(found: Sequence[Lookup]) -> int:
     return len(found)
 
 
+class Contexts:
+    """The context of each request. In a recording a store goes on with the request that loaded the same chain, as in the
+    daemon; elsewhere every request is one of its own.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._recent: defaultdict[int, deque[RequestContext]] = defaultdict(lambda: deque(maxlen=RECENT_REQUESTS))
+
+    def of(self, asked: Request, keys: Sequence[bytes]) -> RequestContext:
+        """The context of `asked`, which is for `keys`."""
+        if not self._trace.recorded:
+            return RequestContext()
+        recent = self._recent[asked.session]
+        stores = not asked.input_tokens and asked.end > asked.first
+        running = next((ctx for ctx in reversed(recent) if goes_on(ctx, keys)), None) if stores else None
+        ctx = request("recorded", keys, self._trace.space(asked.space).block_tokens, running)
+        if running is None and (stores or asked.input_tokens):
+            recent.append(ctx)
+        return ctx
+
+
 class Tier:
     """A manager, and when which of its blocks was used last."""
 
@@ -82,8 +108,9 @@ class Tier:
 
     def finished(self, ctx: RequestContext) -> None:
         """A request has ended: its accesses count. A policy that knows the future goes on to the next one in any case."""
-        policy = self.manager.policy
-        if isinstance(policy, BeladyCachePolicy) and self.manager not in ctx.scratch:
+        policy, state = self.manager.policy, ctx.scratch.get(self.manager)
+        idle = not isinstance(state, RequestState) or state.finished
+        if isinstance(policy, BeladyCachePolicy) and idle:
             policy.on_request_finished((), (), (), ctx)
         else:
             self.manager.on_request_finished(ctx)
@@ -127,12 +154,13 @@ def replay_ram(trace: Trace, policy: str, size: int, progress: Progress | None =
     manager = tier.manager
     tally = Tally()
     start = perf_counter()
-    for now, (request, keys) in enumerate(zip(trace.requests, keys_of, strict=True)):
+    contexts = Contexts(trace)
+    for now, (asked, keys) in enumerate(zip(trace.requests, keys_of, strict=True)):
         found = manager.lookup_many(keys)
-        asks = request.input_tokens > 0
+        asks = asked.input_tokens > 0
         run = leading_run(found)
-        count(tally, request, trace, found, run)
-        ctx = RequestContext()
+        count(tally, asked, trace, found, run)
+        ctx = contexts.of(asked, keys)
         held = keys[:run] if asks else present_of(keys, found)
         if held:
             manager.prepare_load(held, ctx)
@@ -143,10 +171,10 @@ def replay_ram(trace: Trace, policy: str, size: int, progress: Progress | None =
 
         before = manager.counters.stored
         ctx.may_be_declined = True
-        first = max(run, request.first) if asks else request.first
-        done = first + tier.store(keys[first : request.end], ctx, on_evicted)
+        first = max(run, asked.first) if asks else asked.first
+        done = first + tier.store(keys[first : asked.end], ctx, on_evicted)
         tally.stored += manager.counters.stored - before
-        tally.refused += max(0, request.end - done)
+        tally.refused += max(0, asked.end - done)
         if held:
             manager.complete_load(held, ctx)
         tier.finished(ctx)
@@ -162,15 +190,15 @@ def present_of(keys: Sequence[bytes], found: Sequence[Lookup]) -> list[bytes]:
     return [key for key, what in zip(keys, found, strict=True) if what is Lookup.HIT]
 
 
-def count(tally: Tally, request: Request, trace: Trace, found: Sequence[Lookup], run: int) -> None:
+def count(tally: Tally, asked_for: Request, trace: Trace, found: Sequence[Lookup], run: int) -> None:
     """A request has looked its blocks up; one that asks for nothing is none."""
-    if not request.input_tokens:
+    if not asked_for.input_tokens:
         return
-    block_tokens = trace.space(request.space).block_tokens
-    asked = request.asked(block_tokens)
+    block_tokens = trace.space(asked_for.space).block_tokens
+    asked = asked_for.asked(block_tokens)
     tally.requests += 1
-    tally.asked_tokens += request.input_tokens
-    tally.reused_tokens += min(run * block_tokens, request.input_tokens)
+    tally.asked_tokens += asked_for.input_tokens
+    tally.reused_tokens += min(run * block_tokens, asked_for.input_tokens)
     tally.asked += asked
     tally.present += sum(what is Lookup.HIT for what in found[:asked])
     tally.computed += asked - min(run, asked)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from enum import StrEnum
 from time import perf_counter
 
-from omlxd.lab.replay import REPORT_EVERY, Progress, Tally, Tier, count, leading_run, present_of
+from omlxd.lab.replay import REPORT_EVERY, Contexts, Progress, Tally, Tier, count, leading_run, present_of
 from omlxd.lab.traces import Request, Trace
 from omlxd.policy.base import RequestContext
 from omlxd.storage.chunks import Lookup
@@ -35,6 +35,7 @@ class TieredReplay:
         self._ram = Tier(ram, policy, self._keys, weights)
         self._ssd = Tier(ssd, ssd_policy, self._keys, weights)
         self._mode = mode
+        self._contexts = Contexts(trace)
         self._asked_again: set[bytes] = set()
         self._now = 0
         self.tally = Tally()
@@ -57,9 +58,9 @@ class TieredReplay:
         found = [
             here if here is Lookup.HIT else there for here, there in zip(in_ram, ssd.lookup_many(keys), strict=True)
         ]
-        ctx = RequestContext()
-        for position, key in enumerate(keys):
-            ctx.set_offload_key_position(key, position)
+        ctx = self._contexts.of(request, keys)
+        if not ctx.positions:
+            ctx.positions = dict(zip(keys, range(len(keys)), strict=True))
         if request.input_tokens:
             reused = self._load(keys[: leading_run(found)], ctx, request)
             count(tally, request, self._trace, found, reused)

@@ -110,7 +110,7 @@ def replayed(daemon: ConfiguredDaemon, file: Path, *options: str) -> dict[str, A
     return cast("dict[str, Any]", json.loads(done.stdout))
 
 
-@pytest.mark.parametrize(("policy", "looks_first"), [("lru", False), ("arc", True)])
+@pytest.mark.parametrize(("policy", "looks_first"), [("lru", False), ("arc", True), ("prefix", False)])
 def test_replay_of_a_recording_makes_the_hits_that_the_daemon_counted(
     tmp_path: Path, policy: str, looks_first: bool
 ) -> None:
