@@ -13,9 +13,9 @@ from pathlib import Path
 from omlxd.config import Config
 from omlxd.filesystems import filesystem_of
 from omlxd.paths import PathError, mark_cache, private_dir
-from omlxd.storage.environment import DATA_NAME
 from omlxd.storage.sizes import format_size
 from omlxd.storage.ssd import MIN_LIMIT, SsdError, SsdLocked, SsdTier
+from omlxd.storage.ssd_data_file import DATA_NAME
 from omlxd.volumes import KnownVolumes
 
 log = logging.getLogger(__name__)

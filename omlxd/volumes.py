@@ -19,7 +19,7 @@ from pathlib import Path
 
 from omlxd.filesystems import Filesystem, filesystem_of
 from omlxd.paths import PathError, state_path
-from omlxd.storage.environment import DATA_NAME
+from omlxd.storage.ssd_data_file import DATA_NAME
 
 log = logging.getLogger(__name__)
 

@@ -24,11 +24,9 @@ Threads: everything here runs on worker threads. One writer at a time; readers a
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import shutil
-import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
@@ -37,13 +35,13 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 import lmdb
 import msgpack
 
+from omlxd.storage.ssd_data_file import DATA_NAME, make_ready, open_data
 from omlxd.storage.ssd_errors import Damaged, DiskTrouble, StoreBroken
 from omlxd.storage.ssd_gate import Gate
-from omlxd.storage.ssd_pages import BadFile, FileHeader, Tree, read_header
-from omlxd.storage.ssd_structure import batches, check_structure
-from omlxd.storage.ssd_tree import Extent, Snapshot
+from omlxd.storage.ssd_pages import BadFile, FileHeader, read_header
+from omlxd.storage.ssd_reading import Reading
+from omlxd.storage.ssd_watch import FileWatch
 
-DATA_NAME = "data.mdb"
 COPY_NAME = "copy"
 FORMAT_VERSION = 1
 PIECE_PAGE_BYTES = 256 * 1024
@@ -52,8 +50,6 @@ REMOVAL_BYTES = 2 << 20
 SMALL_PIECE_PAGE_BYTES = 64 * 1024
 SMALL_STORE = 64 << 20
 """Below this map size pieces are small: their runs of free pages must be found among few pages."""
-
-log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     Database: TypeAlias = lmdb._Database
@@ -96,9 +92,9 @@ class Environment:
 
     def _begin(self, map_bytes: int, thorough: bool = False) -> None:
         path, readonly = self.path, self.readonly
-        self._env = self._open(self._checked(map_bytes, thorough))
+        self._env = self._open(make_ready(path, map_bytes, readonly=readonly, thorough=thorough))
         try:
-            self.descriptor = _open_data(path, os.O_RDONLY if readonly else os.O_RDWR)
+            self.descriptor = open_data(path, readonly=readonly)
             self.map_bytes: int = self._env.info()["map_size"]
             self.device = os.fstat(self.descriptor).st_dev
             self.refresh_header()
@@ -106,7 +102,7 @@ class Environment:
             self._begun = 0  # the newest write transaction
             self._open_databases()
             self.refresh_header()
-            self._stamp = self._change_stamp()
+            self._watch = FileWatch(path / DATA_NAME, self.descriptor)
         except BadFile as error:
             self._abandon()
             raise StoreBroken(path, str(error)) from error
@@ -116,33 +112,6 @@ class Environment:
         except BaseException:
             self._abandon()
             raise
-
-    def _checked(self, map_bytes: int, thorough: bool) -> int:
-        """Make sure that LMDB can follow what is in the file, if there is one; returns how long the map must be."""
-        data = self.path / DATA_NAME
-        try:
-            descriptor = _open_data(self.path, os.O_RDONLY if self.readonly else os.O_RDWR)
-        except FileNotFoundError:
-            return map_bytes
-        try:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                raise StoreBroken(self.path, f"{data} is not a file")
-            if not status.st_size:
-                return map_bytes
-            header = read_header(descriptor)
-            try:
-                check_structure(descriptor, header, thorough=thorough)
-            except BadFile as error:
-                raise BadFile(f"its structure is damaged: {error}") from error
-            if status.st_size < header.needed_bytes and not self.readonly:
-                # All that is in use is there. A kill came between a commit and ``_lengthen``.
-                os.ftruncate(descriptor, header.needed_bytes)
-        except BadFile as error:
-            raise StoreBroken(self.path, str(error)) from error
-        finally:
-            os.close(descriptor)
-        return max(map_bytes, header.needed_bytes)
 
     def _open(self, map_bytes: int) -> lmdb.Environment:
         try:
@@ -242,21 +211,14 @@ class Environment:
             raise DiskTrouble("gone", f"{self.path / DATA_NAME} was deleted")
         return header
 
-    def _change_stamp(self) -> tuple[int, int]:
-        """Differs after every change of the file: its change time (nanoseconds) and length."""
-        status = os.fstat(self.descriptor)
-        return status.st_ctime_ns, status.st_size
-
     @contextmanager
     def changing(self) -> Iterator[None]:
         """Writer: what is done to the file within is this process's doing."""
-        known = self._change_stamp() == self._stamp
         self._begun = (
             self.header.transaction + 1
         )  # pages that are free now may change: who reads an older state looks again
-        yield
-        if known:
-            self._stamp = self._change_stamp()
+        with self._watch.own_changes():
+            yield
 
     def _go_through(self, *, thorough: bool = False) -> None:
         """Check the structure if anybody else has changed the file, or, ``thorough``, in any case.
@@ -264,17 +226,11 @@ class Environment:
         Raises ``Damaged``, ``DiskTrouble``.
         """
         try:
-            stamp = self._change_stamp()
-            if stamp == self._stamp and not thorough:
-                return
-            if stamp != self._stamp:
-                log.warning("%s was changed by another program: its structure is checked", self.path / DATA_NAME)
-            check_structure(self.descriptor, read_header(self.descriptor), thorough=thorough)
+            self._watch.go_through(thorough=thorough)
         except BadFile as error:
             raise Damaged(f"its structure is damaged: {error}") from error
         except OSError as error:
             raise trouble(error) from error
-        self._stamp = stamp
 
     def is_in_place(self) -> bool:
         """Whether the path still leads to the file that is open here."""
@@ -421,7 +377,7 @@ class Environment:
 
         Nothing is committed if somebody else has changed the file since: LMDB may have followed a wrong number.
         """
-        if put_bytes < _SPILLING_BYTES and self._change_stamp() != self._stamp:
+        if put_bytes < _SPILLING_BYTES and not self._watch.is_unchanged:
             txn.abort()
             raise DiskTrouble("gone", f"{self.path / DATA_NAME} was changed by another program meanwhile")
         with self.changing():
@@ -445,51 +401,6 @@ class Environment:
 _SPILLING_BYTES = 256 << 20  # LMDB writes to the file before the commit of a transaction with 512 MiB of new pages
 
 
-class Reading:
-    """A snapshot whose trees are asked for by their handles (``Environment.blocks``, ...). See ``Snapshot``."""
-
-    def __init__(self, descriptor: int, header: FileHeader, names: Mapping[Database, bytes]) -> None:
-        self.header = header
-        self._descriptor = descriptor
-        self._names = names
-        self._snapshot = Snapshot(descriptor, header)
-        self._trees = self._snapshot.trees()
-
-    def tree(self, database: Database) -> Tree | None:
-        """Its root and counts; None for a database that this file does not have."""
-        return self._trees.get(self._names[database])
-
-    def get(self, database: Database, key: bytes) -> bytes | None:
-        """The value of ``key``; None where there is none."""
-        return self._snapshot.get(self.tree(database), key)
-
-    def items(self, database: Database, start: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
-        """Keys and values from ``start`` on, in the order of the keys."""
-        return self._snapshot.items(self.tree(database), start)
-
-    def batches(self, database: Database) -> Iterator[list[tuple[bytes, bytes]]]:
-        """As ``items``, for very many of them: some thousand at a time."""
-        tree = self.tree(database)
-        if tree is None:
-            return
-        try:
-            yield from batches(self._descriptor, self.header, self._names[database].decode(), tree)
-        except BadFile as error:
-            raise Damaged(str(error)) from error
-
-    def places(self, database: Database, prefix: bytes) -> Iterator[Extent | bytes]:
-        """For each key with that prefix: where its value is in the file, or the value where it has no pages of its own."""
-        for key, place in self._snapshot.places(self.tree(database), prefix):
-            if not key.startswith(prefix):
-                return
-            yield place
-
-    def used_pages(self) -> int:
-        """All pages in use, those of the free list and the meta pages too."""
-        header = self.header
-        return 2 + header.free.pages + header.main.pages + sum(tree.pages for tree in self._trees.values())
-
-
 def trouble(error: Exception) -> DiskTrouble:
     """What an error of the disk means for the tier."""
     code = error.errno if isinstance(error, OSError) else getattr(error, "code", None)
@@ -498,15 +409,6 @@ def trouble(error: Exception) -> DiskTrouble:
     if code == errno.EROFS or isinstance(error, lmdb.ReadonlyError):
         return DiskTrouble("read-only", str(error))
     return DiskTrouble("gone", str(error))
-
-
-def _open_data(path: Path, flags: int) -> int:
-    """A descriptor of the data file. Raises ``StoreBroken`` for a link, ``OSError``."""
-    data = path / DATA_NAME
-    try:
-        return os.open(data, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except IsADirectoryError as error:
-        raise StoreBroken(path, f"{data} is not a file") from error
 
 
 def _sync_path(path: Path) -> None:

@@ -35,25 +35,22 @@ from omlxd.storage.blocks import BlockMeta
 from omlxd.storage.codec import encode
 from omlxd.storage.codec_choice import AUTO, CodecChoice
 from omlxd.storage.environment import Durability, Environment
-from omlxd.storage.ssd_archive import ArchiveBroken, ArchivedNamespace, export_blocks
-from omlxd.storage.ssd_commit import carry_out, read_quarantine
-from omlxd.storage.ssd_contents import SsdContents
+from omlxd.storage.ssd_archive import ArchiveBroken
+from omlxd.storage.ssd_commit import carry_out
 from omlxd.storage.ssd_errors import Damaged, Departed, DiskTrouble, Missing, SsdError, SsdLocked
 from omlxd.storage.ssd_health import look
 from omlxd.storage.ssd_heap import keep_freed_memory
 from omlxd.storage.ssd_index import Entry
 from omlxd.storage.ssd_ledger import Ledger
 from omlxd.storage.ssd_load import Opened, boot_id, other_bytes
-from omlxd.storage.ssd_maintenance import import_blocks, rewrite
+from omlxd.storage.ssd_operations import SsdOperations
 from omlxd.storage.ssd_payload import locate, read_ahead
-from omlxd.storage.ssd_plan import CommitOutcome, CommitPlan, Health, Quarantined, State
+from omlxd.storage.ssd_plan import CommitOutcome, CommitPlan, Health, State
 from omlxd.storage.ssd_reader import Reader, stored_before
 from omlxd.storage.ssd_records import EncodedBlock, checksum
 from omlxd.storage.ssd_room import LARGEST_GROUP, Room
-from omlxd.storage.ssd_rows import count_rows
 from omlxd.storage.ssd_settings import MIN_LIMIT, SsdSettings
 from omlxd.storage.ssd_snapshot import save_state
-from omlxd.storage.ssd_verify import VerifyReport, verify
 from omlxd.storage.ssd_warmup import WarmingPolicy
 
 __all__ = [
@@ -74,7 +71,7 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 
-class SsdTier(SsdContents):
+class SsdTier(SsdOperations):
     """One store on one disk. See the module's text for which thread may call what."""
 
     def __init__(
@@ -374,54 +371,6 @@ class SsdTier(SsdContents):
     def commit(self, plan: CommitPlan) -> CommitOutcome:
         """Writer. One transaction: victims out, blocks in, accounting with them. Raises nothing for a sick disk."""
         return carry_out(self._environment, plan, self._free_space)
-
-    def quarantined(self) -> list[Quarantined]:
-        """Worker. The damaged records that were written down, oldest first; a bounded number of the newest."""
-        return read_quarantine(self._environment)
-
-    def recount(self) -> dict[bytes, tuple[int, int, int]]:
-        """Worker. ``(blocks, payload bytes, stored bytes)`` that the disk's own accounting has for each namespace."""
-        return count_rows(self._environment)
-
-    def rewrite(self) -> int:
-        """Writer. Copy the data file without its free pages, for disks that cannot make holes; returns the bytes saved.
-
-        Raises ``SsdError`` where the copy would not fit the limit or the volume, ``DiskTrouble``.
-        """
-        return rewrite(self._environment, self._ledger.room, self._free_space)
-
-    def verify(
-        self,
-        *,
-        progress: Callable[[VerifyReport], bool] = lambda report: True,
-        after: bytes = b"",
-        bytes_per_second: float = 0.0,
-    ) -> VerifyReport:
-        """Worker. Check every record's bytes; the caller tells ``damaged`` of what is found, on the loop.
-
-        ``progress`` is called after each block and ends the run by False; ``after``: resume behind that key.
-        """
-        return verify(
-            self._environment, self._reader, progress=progress, after=after, bytes_per_second=bytes_per_second,
-            timer=time.monotonic, sleep=time.sleep,
-        )  # fmt: skip
-
-    def export(self, keys: Sequence[bytes], file: Path, progress: Callable[[int], None] = lambda blocks: None) -> int:
-        """Worker. Write records into an archive; returns how many. Raises ``OSError``."""
-        spaces = {space.number: ArchivedNamespace(space.id, space.descriptor) for space in self.namespaces()}
-        return export_blocks(self._environment, keys, spaces, file, progress)
-
-    def import_(self, file: Path, progress: Callable[[int], None] = lambda blocks: None) -> int:
-        """Take in an archive, all of it or, when it is not whole, nothing; returns the blocks that were stored.
-
-        For a store that nobody else works with: it plans and commits by itself. A daemon calls ``check_archive`` and
-        ``read_archive`` on a worker and spills what they give. Raises ``ArchiveBroken``, ``SsdError``, ``OSError``.
-        """
-        return import_blocks(self, file, progress)
-
-    def sync(self) -> None:
-        """Writer. Make durable what was committed (durability ``interval`` calls for it). Raises ``OSError``."""
-        self._environment.sync()
 
     # -- worker -----------------------------------------------------------------------------------
 

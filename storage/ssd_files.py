@@ -5,8 +5,9 @@ from __future__ import annotations
 import stat
 from pathlib import Path
 
-from omlxd.storage.environment import COPY_NAME, DATA_NAME
+from omlxd.storage.environment import COPY_NAME
 from omlxd.storage.ssd_ballast import BALLAST_NAME
+from omlxd.storage.ssd_data_file import DATA_NAME
 from omlxd.storage.ssd_errors import SsdError
 from omlxd.storage.ssd_lock import LOCK_NAME
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import lmdb
 
-from omlxd.storage.environment import DATA_NAME, Environment, trouble
+from omlxd.storage.environment import Environment, trouble
 from omlxd.storage.ssd_ballast import ballast_bytes, lay_ballast
+from omlxd.storage.ssd_data_file import DATA_NAME
 from omlxd.storage.ssd_errors import Damaged, DiskTrouble, SsdError
 from omlxd.storage.ssd_load import Opened, other_bytes
 from omlxd.storage.ssd_pages import BadFile

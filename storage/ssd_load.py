@@ -24,9 +24,10 @@ import msgpack
 import psutil
 
 from omlxd.policy.base import CachePolicy
-from omlxd.storage.environment import COPY_NAME, DATA_NAME, Durability, Environment, trouble
+from omlxd.storage.environment import COPY_NAME, Durability, Environment, trouble
 from omlxd.storage.ssd_ballast import ballast_bytes, lay_ballast
 from omlxd.storage.ssd_commit import COUNTERS, Row, pack_counters
+from omlxd.storage.ssd_data_file import DATA_NAME
 from omlxd.storage.ssd_errors import Damaged, DiskTrouble, StoreBroken
 from omlxd.storage.ssd_files import ASIDE_NAME, TAG_NAME, refuse_strangers
 from omlxd.storage.ssd_index import Entry, Index

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from omlxd.storage.environment import DATA_NAME, Environment
+from omlxd.storage.environment import Environment
+from omlxd.storage.ssd_data_file import DATA_NAME
 from omlxd.storage.ssd_errors import SsdLocked
 from omlxd.storage.ssd_files import refuse_strangers
 from omlxd.storage.ssd_index import Entry, Index, SpaceTotals

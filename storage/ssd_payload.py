@@ -11,8 +11,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from omlxd.storage.codec import Buffer
-from omlxd.storage.environment import DATA_NAME, Environment, Reading, trouble
+from omlxd.storage.environment import Environment, trouble
+from omlxd.storage.ssd_data_file import DATA_NAME
 from omlxd.storage.ssd_errors import Damaged, DiskTrouble
+from omlxd.storage.ssd_reading import Reading
 from omlxd.storage.ssd_records import Record, unpack_record
 from omlxd.storage.ssd_tree import Extent
 

@@ -15,10 +15,11 @@ from functools import partial
 import msgpack
 import xxhash
 
-from omlxd.storage.environment import Environment, Reading
+from omlxd.storage.environment import Environment
 from omlxd.storage.ssd_commit import COUNTERS, unpack_counters, unpack_row
 from omlxd.storage.ssd_errors import Damaged
 from omlxd.storage.ssd_index import Entry, Index, SpaceTotals
+from omlxd.storage.ssd_reading import Reading
 from omlxd.storage.ssd_records import FIELDS, HASH_BYTES, RecordFields, unpack_fields
 
 log = logging.getLogger(__name__)

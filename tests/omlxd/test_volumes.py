@@ -8,7 +8,7 @@ import pytest
 
 from omlxd.filesystems import Filesystem
 from omlxd.paths import PathError
-from omlxd.storage.environment import DATA_NAME
+from omlxd.storage.ssd_data_file import DATA_NAME
 from omlxd.volumes import KnownVolumes
 
 

@@ -16,8 +16,8 @@ import traceback
 from functools import cache
 from pathlib import Path
 
-from omlxd.storage.environment import DATA_NAME
 from omlxd.storage.ssd import Damaged, DiskTrouble, SsdTier
+from omlxd.storage.ssd_data_file import DATA_NAME
 from tests.storage.ssd_store import chain_of, open_tier, payload_of, restore, spill
 
 MIB = 1 << 20

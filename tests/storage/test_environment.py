@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omlxd.storage.environment import DATA_NAME, SMALL_STORE, Environment
+from omlxd.storage.environment import SMALL_STORE, Environment
+from omlxd.storage.ssd_data_file import DATA_NAME
 from omlxd.storage.ssd_errors import Damaged, DiskTrouble, StoreBroken
 from omlxd.storage.ssd_pages import read_header, runs_of
 from omlxd.storage.ssd_payload import Located, get_record, locate, read_stored

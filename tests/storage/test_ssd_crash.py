@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from omlxd.storage.environment import DATA_NAME
+from omlxd.storage.ssd_data_file import DATA_NAME
 from tests.storage.ssd_store import assert_exact, chain_of, key_of, open_tier, restore, spill
 
 MIB = 1 << 20

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from omlxd.storage import ssd_reader
-from omlxd.storage.environment import DATA_NAME
 from omlxd.storage.ssd import Damaged, DiskTrouble, Missing, SsdError, SsdTier
+from omlxd.storage.ssd_data_file import DATA_NAME
 from omlxd.storage.ssd_payload import locate
 from omlxd.storage.ssd_transaction import WriteTransaction
 from tests.storage.damage_ssd import LIMIT

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from omlxd.storage.environment import DATA_NAME
 from omlxd.storage.ssd import ArchiveBroken, Missing, SsdError, SsdTier
+from omlxd.storage.ssd_data_file import DATA_NAME
 from omlxd.storage.ssd_verify import VerifyReport
 from tests.storage.ssd_store import (
     NAMESPACE,

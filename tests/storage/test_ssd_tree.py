@@ -12,10 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omlxd.storage.environment import DATA_NAME, SMALL_STORE, Environment, Reading
+from omlxd.storage.environment import SMALL_STORE, Environment
+from omlxd.storage.ssd_data_file import DATA_NAME
 from omlxd.storage.ssd_errors import Damaged, DiskTrouble
 from omlxd.storage.ssd_pages import BadFile, read_header
 from omlxd.storage.ssd_payload import locate
+from omlxd.storage.ssd_reading import Reading
 from omlxd.storage.ssd_structure import check_structure
 from omlxd.storage.ssd_transaction import WriteTransaction
 from tests.storage.ssd_store import key_of
