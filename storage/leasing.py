@@ -163,7 +163,10 @@ class Leasing:
             else:
                 break
         if ready:
-            self._ram.begin_reads(ready, load.ctx)
+            self._ram.begin_reads(ready)
+            load.noted = len(ready) < len(load.keys)  # when all is there the answer goes out first
+            if load.noted:
+                self._ram.note_reads(ready, load.ctx)
         return found
 
     def ask_for(self, load: Load, index: int) -> str | None:
@@ -207,6 +210,8 @@ class Leasing:
     def load_finished(self, load: Load) -> None:
         """Count what the engine got, and note the request's accesses in all tiers."""
         self.filling.discard(load)
+        if not load.noted:
+            self._ram.note_reads(load.blocks, load.ctx)
         if not load.counted:
             self._ram.on_request_finished(load.ctx)
             return
@@ -287,7 +292,8 @@ class Leasing:
             return
         if load.finished:
             return
-        self._ram.begin_reads([block], load.ctx)
+        self._ram.begin_reads([block])
+        self._ram.note_reads([block], load.ctx)
         if came_from:
             load.restored[block.meta.key] = came_from
         load.arrived(index, block)

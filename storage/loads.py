@@ -81,6 +81,8 @@ class Load:
         self.released = False
         self.revoked = False
         """Did an operator end it? Its blocks then stay until the client gives them back, or its time for that is over."""
+        self.noted = True
+        """Does the policy know of the blocks that it has?"""
         self.starved = False
         """Does it wait for room?"""
         self.compute_blocks_per_s = compute_blocks_per_s

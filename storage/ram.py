@@ -137,21 +137,24 @@ class RamTier(ChunkManager):
             block._array = array
         return array
 
-    def begin_reads(self, blocks: Sequence[RamBlock], ctx: RequestContext) -> None:
-        """Pin readable ``blocks``, none of them detached, for the request of ``ctx``: as ``prepare_load`` of their keys."""
-        keys = [block.meta.key for block in blocks]
-        state = self._state(ctx)
-        state.reused.update(keys if not state.inserted else (key for key in keys if key not in state.inserted))
-        self._see(state, keys, ctx)
+    def begin_reads(self, blocks: Sequence[RamBlock]) -> None:
+        """Pin readable ``blocks``, none of them detached. With ``note_reads``, in the same step: ``prepare_load`` of their keys."""
         mark_non_evictable = self._policy.mark_non_evictable
-        for key, block in zip(keys, blocks, strict=True):
+        for block in blocks:
             chunk = block.chunk
             assert chunk.ref_cnt >= 0, "only readable blocks are read"
             chunk.ref_cnt = readers = chunk.ref_cnt + 1
             if readers == 1:
                 self._num_evictable -= 1
-                mark_non_evictable(key)
+                mark_non_evictable(block.meta.key)
                 self.evictable_bytes -= self._size(block)
+
+    def note_reads(self, blocks: Sequence[RamBlock], ctx: RequestContext) -> None:
+        """Tell the policy that the request of ``ctx`` reads ``blocks``."""
+        keys = [block.meta.key for block in blocks]
+        state = self._state(ctx)
+        state.reused.update(keys if not state.inserted else (key for key in keys if key not in state.inserted))
+        self._see(state, keys, ctx)
 
     def complete_read(self, block: RamBlock) -> None:
         """Undo one ``begin_reads`` or ``pin_block``, also of a block that has been detached since."""
