@@ -1,9 +1,9 @@
 """A replay through two tiers, as the daemon's store drives them: RAM over an SSD that keeps what it has restored.
 
 What leaves RAM and is not on the SSD is written there, by mode: always when it leaves (`write_back`), at once when it
-is stored (`write_through`), or when it leaves and was asked for again (`second_touch`). In each mode the SSD's policy is
-asked first whether the block is worth the write, and may refuse it when its room is worth more. Both tiers' policies
-see each request's whole path.
+is stored (`write_through`), or when it leaves and was asked for, or stored, again (`second_touch`). In each mode the
+SSD's policy is asked first whether the block is worth the write, and may refuse it when its room is worth more. Both
+tiers' policies see each request's whole path.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from time import perf_counter
 from omlxd.lab.replay import REPORT_EVERY, Contexts, Progress, Tally, Tier, count, leading_run, present_of
 from omlxd.lab.traces import Request, Trace
 from omlxd.policy.base import RequestContext
+from omlxd.storage.admission import AdmissionFilter
 from omlxd.storage.chunks import Lookup
+from omlxd.storage.spill import TRACKED_KEYS
 
 
 class WriteMode(StrEnum):
@@ -37,6 +39,7 @@ class TieredReplay:
         self._mode = mode
         self._contexts = Contexts(trace)
         self._asked_again: set[bytes] = set()
+        self._stored = AdmissionFilter(2, TRACKED_KEYS)
         self._now = 0
         self.tally = Tally()
 
@@ -73,6 +76,7 @@ class TieredReplay:
             missing = [key for key, what in offered if what is not Lookup.HIT]
         before = ram.counters.stored
         done = self._ram.store(missing, ctx, self._spill)
+        self._stored.count(missing[:done])
         tally.stored += ram.counters.stored - before
         tally.refused += len(missing) - done
         if self._mode is WriteMode.WRITE_THROUGH:
@@ -125,7 +129,8 @@ class TieredReplay:
         worth = ssd.policy.worth_writing
         due = [key for key in keys if key not in ssd and worth(key)]
         if self._mode is WriteMode.SECOND_TOUCH:
-            due = [key for key in due if key in self._asked_again]
+            stored_again = set(self._stored.admitted(due))
+            due = [key for key in due if key in self._asked_again or key in stored_again]
         before = ssd.counters.stored
         self._ssd.store(due, None, self._gone_from_ssd)
         self.tally.ssd_written += ssd.counters.stored - before
