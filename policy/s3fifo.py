@@ -8,12 +8,93 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from enum import Enum, auto
 
 from omlxd.policy.base import CachePolicy, ChunkStatus, RequestContext, Victims, order_request_keys
 
 _SMALL_PART = 10  # the small queue has a tenth of the room
 _MOST_USES = 3  # two bits
 _PROMOTED_ABOVE = 1
+
+
+class _Step(Enum):
+    """What becomes of the first key of a queue while victims are looked for."""
+
+    PASS_SMALL = auto()
+    """It may not leave now: set aside until the search is over."""
+    PASS_MAIN = auto()
+    PROMOTE = auto()
+    """From the small queue to the main one."""
+    AGAIN = auto()
+    """Once more round the main queue."""
+    OUT_OF_SMALL = auto()
+    OUT_OF_MAIN = auto()
+
+
+class _Search:
+    """The steps of one search for victims, so that one that fails leaves everything as it was."""
+
+    def __init__(
+        self,
+        uses: dict[bytes, int],
+        small: OrderedDict[bytes, None],
+        main: OrderedDict[bytes, None],
+        ghosts: OrderedDict[bytes, None],
+    ) -> None:
+        self._uses, self._small, self._main, self._ghosts = uses, small, main, ghosts
+        self._steps: list[tuple[_Step, bytes, int]] = []
+        self._passed_small: list[bytes] = []
+        self._passed_main: list[bytes] = []
+
+    @property
+    def num_small(self) -> int:
+        """Keys in the small queue, those set aside included."""
+        return len(self._small) + len(self._passed_small)
+
+    @property
+    def num_main(self) -> int:
+        """Keys in the main queue, those set aside included."""
+        return len(self._main) + len(self._passed_main)
+
+    def move(self, step: _Step, key: bytes) -> None:
+        """Make a step with `key`, the first of its queue."""
+        self._steps.append((step, key, self._uses[key]))
+        if step is _Step.AGAIN:
+            self._uses[key] -= 1
+            self._main.move_to_end(key)
+            return
+        del (self._main if step in (_Step.PASS_MAIN, _Step.OUT_OF_MAIN) else self._small)[key]
+        match step:
+            case _Step.PASS_SMALL:
+                self._passed_small.append(key)
+            case _Step.PASS_MAIN:
+                self._passed_main.append(key)
+            case _Step.PROMOTE:
+                self._main[key] = None
+                self._uses[key] = 0
+            case _Step.OUT_OF_SMALL:
+                self._ghosts[key] = None
+
+    def put_back_passed(self) -> None:
+        """What was set aside is first in its queue again."""
+        for queue, passed in ((self._small, self._passed_small), (self._main, self._passed_main)):
+            for key in reversed(passed):
+                _put_first(queue, key)
+
+    def undo(self) -> None:
+        """All steps backwards."""
+        for step, key, uses in reversed(self._steps):
+            self._uses[key] = uses
+            if step is _Step.PROMOTE:
+                del self._main[key]
+            elif step is _Step.OUT_OF_SMALL:
+                del self._ghosts[key]
+            _put_first(self._main if step in (_Step.PASS_MAIN, _Step.OUT_OF_MAIN, _Step.AGAIN) else self._small, key)
+
+
+def _put_first(queue: OrderedDict[bytes, None], key: bytes) -> None:
+    queue[key] = None
+    queue.move_to_end(key, last=False)
 
 
 class S3FIFOCachePolicy(CachePolicy):
@@ -89,52 +170,54 @@ class S3FIFOCachePolicy(CachePolicy):
     ) -> Victims | None:
         if n == 0:
             return []
-        before = (self._uses.copy(), self._small.copy(), self._main.copy(), self._ghosts.copy())
+        search = _Search(self._uses, self._small, self._main, self._ghosts)
+        most_ghosts = max(1, self.cache_capacity - self._small_room)
         victims: Victims = []
-        while (key := self._next(protected)) is not None:
+        while (key := self._next(search, protected)) is not None:
             chunk = self._chunks.pop(key)
-            del self._uses[key]
             victims.append((key, chunk))
             if len(victims) == n or (enough is not None and enough(key, chunk)):
+                search.put_back_passed()
+                for gone, _ in victims:
+                    del self._uses[gone]
+                while len(self._ghosts) > most_ghosts:
+                    self._ghosts.popitem(last=False)
                 return victims
-        self._uses, self._small, self._main, self._ghosts = before
+        search.undo()
         self._chunks.update(victims)
         return None
 
-    def _next(self, protected: Collection[bytes]) -> bytes | None:
+    def _next(self, search: _Search, protected: Collection[bytes]) -> bytes | None:
         """Take the next victim out of its queue."""
-        if len(self._small) >= self._small_room or not self._main:
-            key = self._next_small(protected)
+        if search.num_small >= self._small_room or not search.num_main:
+            key = self._next_small(search, protected)
             if key is not None:
                 return key
-        key = self._next_main(protected)
-        return key if key is not None else self._next_small(protected)
+        key = self._next_main(search, protected)
+        return key if key is not None else self._next_small(search, protected)
 
-    def _next_small(self, protected: Collection[bytes]) -> bytes | None:
-        for key in list(self._small):
+    def _next_small(self, search: _Search, protected: Collection[bytes]) -> bytes | None:
+        while self._small:
+            key = next(iter(self._small))
             if self._chunks[key].ref_cnt or key in protected:
-                continue
-            del self._small[key]
-            if self._uses[key] > _PROMOTED_ABOVE:
-                self._main[key] = None
-                self._uses[key] = 0
-                continue
-            self._ghosts[key] = None
-            while len(self._ghosts) > max(1, self.cache_capacity - self._small_room):
-                self._ghosts.popitem(last=False)
-            return key
+                search.move(_Step.PASS_SMALL, key)
+            elif self._uses[key] > _PROMOTED_ABOVE:
+                search.move(_Step.PROMOTE, key)
+            else:
+                search.move(_Step.OUT_OF_SMALL, key)
+                return key
         return None
 
-    def _next_main(self, protected: Collection[bytes]) -> bytes | None:
-        for _ in range(_MOST_USES + 1):
-            for key in list(self._main):
-                if self._chunks[key].ref_cnt or key in protected:
-                    continue
-                if not self._uses[key]:
-                    del self._main[key]
-                    return key
-                self._uses[key] -= 1
-                self._main.move_to_end(key)
+    def _next_main(self, search: _Search, protected: Collection[bytes]) -> bytes | None:
+        while self._main:
+            key = next(iter(self._main))
+            if self._chunks[key].ref_cnt or key in protected:
+                search.move(_Step.PASS_MAIN, key)
+            elif self._uses[key]:
+                search.move(_Step.AGAIN, key)
+            else:
+                search.move(_Step.OUT_OF_MAIN, key)
+                return key
         return None
 
     def clear(self) -> None:
