@@ -220,7 +220,7 @@ class Environment:
         with self._watch.own_changes():
             yield
 
-    def _go_through(self, *, thorough: bool = False) -> None:
+    def go_through(self, *, thorough: bool = False) -> None:
         """Check the structure if anybody else has changed the file, or, ``thorough``, in any case.
 
         Raises ``Damaged``, ``DiskTrouble``.
@@ -274,7 +274,7 @@ class Environment:
         and on the disk: a crash leaves one or the other (and ``open_store`` removes an unfinished copy).
         """
         self.check()
-        self._go_through(thorough=True)  # LMDB copies as many pages of a value as its first one says
+        self.go_through(thorough=True)  # LMDB copies as many pages of a value as its first one says
         target = self.path / COPY_NAME
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir(mode=0o700)
@@ -367,7 +367,7 @@ class Environment:
     def begin_write(self) -> lmdb.Transaction[memoryview]:
         """Begin the one write transaction (``ssd_transaction.WriteTransaction``). Raises ``DiskTrouble``, ``Damaged``."""
         self.check()
-        self._go_through()
+        self.go_through()
         txn = self._env.begin(write=True, buffers=True)
         self._begun = txn.id()
         return txn

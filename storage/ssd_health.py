@@ -44,6 +44,7 @@ def look(
         if state != "ok":
             with WriteTransaction(environment) as txn:  # does it take a write again?
                 txn.put(environment.meta, b"tick", b"")
+        environment.go_through()  # so that what another program did is found when idle, too
         synced = environment.durability == "interval"
         if synced:
             environment.sync()

@@ -285,6 +285,25 @@ def test_a_broken_store_is_moved_aside_within_the_limit_and_the_start_is_cold(tm
     tier.close()
 
 
+def test_a_tree_that_another_program_damaged_is_found_when_nothing_is_written(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path)
+    spill(tier, chain_of("a", [5000] * 20))
+    root = tier._environment.read(lambda reading: reading.tree(tier._environment.blocks))
+    assert root is not None
+    with open(tmp_path / DATA_NAME, "r+b") as file:
+        file.seek(root.root * tier._environment.header.page_bytes + 12)
+        file.write(b"\xff\xff")
+    tier.observe(tier.probe())
+    assert tier.state == "gone"
+    assert "structure is damaged" in tier.reason
+    tier.observe(tier.probe())
+    assert (tier.state, len(tier)) == ("ok", 0)
+    assert "structure is damaged" in tier.aside
+    spill(tier, chain_of("b", [5000]))
+    assert read_all(tier) == 1
+    tier.close()
+
+
 @pytest.mark.parametrize("name", ["data.mdb", "lock.mdb", "owner", "ballast", "CACHEDIR.TAG", "set-aside", "copy"])
 def test_a_link_in_a_files_place_is_refused_and_nothing_is_made_where_it_leads(tmp_path: Path, name: str) -> None:
     store, elsewhere = tmp_path / "store", tmp_path / "elsewhere"
