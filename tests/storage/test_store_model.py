@@ -494,7 +494,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 LONG = bool(os.environ.get("OMLXD_LONG"))
 StoreMachine.TestCase.settings = settings(
-    max_examples=2000 if LONG else 25,
+    max_examples=1000 if LONG else 25,
     stateful_step_count=60,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
