@@ -43,8 +43,9 @@ async def gc(session: Session, fields: Fields, request_id: int) -> Message:
 
 
 def collected(ssd: SsdTier) -> dict[str, object]:
-    """What ``gc`` would do now. Sizes in bytes; namespaces by id."""
+    """What ``gc`` would do now. Sizes in bytes; namespaces, and the models that they are of, by id."""
     forecast = ssd.forecast()
+    models = {space.id: str(space.descriptor.get("model", "")) for space in ssd.namespaces()}
     return {
         "limit": ssd.limit,
         "used": ssd.used_bytes,
@@ -52,6 +53,7 @@ def collected(ssd: SsdTier) -> dict[str, object]:
         "stored_bytes": forecast.stored_bytes,
         "returned_bytes": forecast.returned_bytes,
         "namespaces": dict(forecast.by_namespace),
+        "models": {space: models.get(space, "") for space in forecast.by_namespace},
     }
 
 

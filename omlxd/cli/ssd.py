@@ -92,13 +92,14 @@ def gc(common: Common, dry_run: bool, as_json: bool) -> None:
     with ssd_operator(common) as ssd:
         done = ssd.gc(dry_run=dry_run)
     if as_json:
-        show_json({**done, "namespaces": {space.hex(): size for space, size in done["namespaces"].items()}})
+        by_id = {name: {space.hex(): what for space, what in done[name].items()} for name in ("namespaces", "models")}
+        show_json({**done, **by_id})
         return
     verb = "would be removed" if dry_run else "removed"
     click.echo(f"{format_size(done['used'])} of {format_size(done['limit'])} are in use")
     click.echo(f"{counted(done['blocks'], 'block')} ({format_size(done['stored_bytes'])}) {verb}")
     for space, size in sorted(done["namespaces"].items(), key=lambda item: -item[1]):
-        click.echo(f"  {format_size(size):>10}  namespace {space.hex()[:12]}")
+        click.echo(f"  {format_size(size):>10}  {done['models'][space]} (namespace {space.hex()[:8]})")
     if dry_run:
         click.echo(f"{format_size(done['returned_bytes'])} would go back to the file system")
     else:

@@ -163,6 +163,8 @@ def test_gc_dry_run_shows_what_a_lower_limit_costs_and_changes_nothing(daemon: C
         done = answer(daemon, "gc", "--dry-run")
         assert 0 < done["blocks"] < held
         assert done["stored_bytes"] == sum(done["namespaces"].values())
+        assert set(done["models"].values()) == {MODEL}
+        assert done["models"].keys() == done["namespaces"].keys()
         again = answer(daemon, "gc", "--dry-run")
         assert abs(again["blocks"] - done["blocks"]) <= 2, "it was only a look (that opened the store: some pages)"
         assert answer(daemon, "verify", "--rate", "0")["blocks"] == held
