@@ -16,7 +16,7 @@ from omlxd.policy.prefix_model import BOUNDS, NUM_BINS, GroupClass, SurvivalMode
 from omlxd.policy.prefix_queue import WorthQueue
 
 GHOSTS_PER_BLOCK = 16
-MOST_GHOSTS = 1_000_000
+MOST_GHOSTS = 200_000
 _MOST_PATHS = 512  # running requests; of more the oldest counts as ended
 _REMEMBERED_REQUESTS = 4_096  # for the rate at which new blocks come
 _RENEWED_PER_REQUEST = 16  # classes looked at anew

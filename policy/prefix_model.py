@@ -41,7 +41,7 @@ _PRIOR = 0.05  # hazard of a bin of which nothing is known
 _FADE = 0.8  # hazard of a bin in terms of the bin before, where nothing else is known
 _CERTAIN = 0.95  # no hazard is higher
 _RENEW_GROWTH = 0.05  # a class is looked at again when its counts have grown by this part
-_RENEW_MINIMUM = 4.0  # and by this much
+_RENEW_MINIMUM = 3.0  # and by this much
 _FORGET_AT = 50_000.0  # events at which all counts are halved, so that the past weighs less and less
 
 
