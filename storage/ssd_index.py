@@ -5,6 +5,9 @@ Loop thread only (a fresh index is built on a worker before anybody else sees it
 A block is useless without the one before it, so the index knows who continues whom. An entry whose
 parent is not on the SSD *waits*: its parent may still be in RAM, or be stored later; when it is in
 neither, the entry and all that continues it are orphans, the first to go.
+
+Positions grow along a chain. An entry that says it continues one of its own position or a later one continues nothing
+here: whatever a client has named as parents, the index has no loops.
 """
 
 from __future__ import annotations
@@ -106,11 +109,9 @@ class Index:
             if parent is None:
                 self.waiting.setdefault(entry.parent, {})[entry] = None
             else:
-                entry.parent = parent.key  # one object for one key
                 _adopt(parent, entry)
         if self.waiting and (children := self.waiting.pop(key, None)):
             for child in children:
-                child.parent = key
                 _adopt(entry, child)
         self.count(entry, 1)
 
@@ -124,10 +125,6 @@ class Index:
             parent = find(entry.parent)
             if parent is None:
                 self.waiting.setdefault(entry.parent, {})[entry] = None
-                continue
-            entry.parent = parent.key  # one object for one key
-            if parent.children is None:
-                parent.children = entry
             else:
                 _adopt(parent, entry)
         members: dict[int, list[Entry]] = {space.number: [] for space in self.spaces.values()}
@@ -209,6 +206,10 @@ def subtree(roots: Iterable[Entry]) -> list[Entry]:
 
 
 def _adopt(parent: Entry, child: Entry) -> None:
+    if parent.position >= child.position:
+        child.parent = None
+        return
+    child.parent = parent.key  # one object for one key
     if parent.children is None:
         parent.children = child
     elif isinstance(parent.children, dict):

@@ -334,6 +334,26 @@ def test_blocks_whose_parent_is_still_in_ram_are_no_orphans(tier: SsdTier) -> No
     assert tier.stats()["waiting_for_parent"] == 0
 
 
+@pytest.mark.parametrize("positions", [(1, 1), (1, 2)])
+def test_blocks_that_name_each_other_as_parents_make_no_loop(tmp_path: Path, positions: tuple[int, int]) -> None:
+    first, other = key_of("loop", 1), key_of("loop", 2)
+    path = tmp_path / "store"
+    tier = open_tier(path)
+    spill(tier, [BlockMeta(first, NAMESPACE, 10_000, other, positions[0])])
+    spill(tier, [BlockMeta(other, NAMESPACE, 10_000, first, positions[1])])
+    spill(tier, [BlockMeta(key_of("self", 1), NAMESPACE, 10_000, key_of("self", 1), 1)])
+    for _ in range(2):
+        ends = [tier.chain(key)[0] for key in tier.entries]
+        assert set(ends) <= set(tier.entries)
+        assert_exact(tier)
+        tier.close()
+        tier = open_tier(path)
+    tier.clear()
+    do_chores(tier)
+    assert not tier.entries
+    tier.close()
+
+
 def test_the_parent_of_a_block_that_is_being_stored_is_no_victim(tier: SsdTier) -> None:
     chain = chain_of("a", [12 * MIB, 1 * MIB, 1 * MIB])
     for meta in chain:
