@@ -244,15 +244,17 @@ def _restore_policy(policy: CachePolicy, entries: Mapping[bytes, Entry], state: 
 
 
 def pack_state(state: Mapping[str, object], entries: Mapping[bytes, Entry]) -> bytes:
-    """A policy's state, msgpacked; a list of resident keys as their record numbers, an eighth of the size."""
+    """A policy's state, msgpacked; lists of resident keys, at any depth, as their record numbers: an eighth of the size."""
     packed: bytes = msgpack.packb({name: _numbered(part, entries) for name, part in state.items()}, use_bin_type=True)
     return seal(packed)
 
 
 def _numbered(part: object, entries: Mapping[bytes, Entry]) -> object:
-    if isinstance(part, list) and part and all(key in entries for key in part):
+    if not isinstance(part, list) or not part:
+        return part
+    if all(isinstance(key, bytes) and key in entries for key in part):
         return msgpack.ExtType(_NUMBERS, array("Q", [entries[key].chunk_id for key in part]).tobytes())
-    return part
+    return [_numbered(item, entries) for item in part]
 
 
 def unpack_state(packed: bytes, by_number: Mapping[int, bytes]) -> dict[str, object]:
