@@ -111,11 +111,10 @@ def test_a_socket_file_that_was_deleted_is_made_again(start_daemon: StartDaemon,
 
 
 def test_a_pipe_in_the_place_of_the_configuration_holds_up_nobody(
-    start_daemon: StartDaemon, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+    start_daemon: StartDaemon, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     file = tmp_path_factory.mktemp("config") / "config.toml"
-    monkeypatch.setenv("OMLXD_CONFIG", str(file))
-    daemon = start_daemon()
+    daemon = start_daemon(config=str(file))
     with omlxd.connect(daemon.socket) as cache:
         os.mkfifo(file)
         assert soon(lambda: any("not a regular file" in text for text in cache.stats()["warnings"]))
@@ -139,14 +138,11 @@ def test_a_crowd_of_newcomers_is_waited_for_and_a_stopped_daemon_is_named(daemon
         timer.join()
 
 
-def test_a_size_that_depends_on_a_disk_which_has_gone_is_refused_and_the_rest_applied(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_size_that_depends_on_a_disk_which_has_gone_is_refused_and_the_rest_applied(tmp_path: Path) -> None:
     (tmp_path / "config").mkdir()
     file = tmp_path / "config" / "config.toml"
     file.write_text('[ssd]\nmin_free = "0"\n')
-    monkeypatch.setenv("OMLXD_CONFIG", str(file))
-    daemon = DaemonProcess(tmp_path / "daemon")
+    daemon = DaemonProcess(tmp_path / "daemon", config=str(file))
     daemon._settings = {name: value for name, value in daemon._settings.items() if name != "ssd_min_free"}
     with daemon, omlxd.connect(daemon.socket) as cache:
         shutil.rmtree(daemon.directory / "store")
