@@ -202,17 +202,25 @@ class Reservations:
         ctx: RequestContext,
         offer: Offer,
     ) -> tuple[list[tuple[int, BlockMeta]], list[RamBlock]]:
-        """As many as there is room for, heads first; the rest is declined."""
-        got: list[tuple[int, BlockMeta]] = []
+        """As many as there is room for, heads first; the rest is declined.
+
+        Halves are tried, not blocks one by one: each try looks at all that was given so far.
+        """
         blocks: list[RamBlock] = []
         nbytes = 0
-        for index, meta in wanted:
-            refusal = self._refusal(owner, meta.nbytes, 1, nbytes)
-            one = None if refusal else self._ram.reserve([meta], [*held, *(block.meta.key for block in blocks)], ctx)
-            if not one:
-                offer.declined[refusal or ("less_worth" if self._ram.declined else "no_room")] += len(wanted) - len(got)
+        step = len(wanted)
+        while left := wanted[len(blocks) : len(blocks) + step]:
+            metas = [meta for _, meta in left]
+            size = sum(meta.nbytes for meta in metas)
+            refusal = self._refusal(owner, size, len(metas), nbytes)
+            some = None if refusal else self._ram.reserve(metas, [*held, *(block.meta.key for block in blocks)], ctx)
+            if some:
+                blocks += some
+                nbytes += size
+            elif len(metas) > 1:
+                step = len(metas) // 2
+            else:
+                reason = refusal or ("less_worth" if self._ram.declined else "no_room")
+                offer.declined[reason] += len(wanted) - len(blocks)
                 break
-            got.append((index, meta))
-            blocks += one
-            nbytes += meta.nbytes
-        return got, blocks
+        return wanted[: len(blocks)], blocks

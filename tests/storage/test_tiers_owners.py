@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
@@ -11,7 +11,7 @@ import pytest
 from omlxd.storage.arena import Arena
 from omlxd.storage.blocks import BlockMeta
 from omlxd.storage.loads import Load, Part
-from omlxd.storage.ram import RamTier
+from omlxd.storage.ram import RamBlock, RamTier
 from omlxd.storage.tiers import Store, StoreSettings, UnknownId, Where
 
 PAGE = 4096
@@ -98,6 +98,27 @@ def test_a_failed_store_leaves_nothing() -> None:
             store.complete_store("writer", await stored(store, "writer", keys), success=False)
             assert [store.where(key) for key in keys] == [Where.MISS] * 3
             assert store.ram.arena.used == 0
+
+    run(work)
+
+
+def test_a_long_offer_that_fits_in_part_is_not_tried_block_by_block() -> None:
+    async def work() -> None:
+        async with a_store(pages=300) as (store, _):
+            looked_at = 0
+            reserve = store.ram.reserve
+
+            def counted(metas: Sequence[BlockMeta], held: Sequence[bytes], ctx: object) -> list[RamBlock] | None:
+                nonlocal looked_at
+                looked_at += len(metas) + len(held)
+                return reserve(metas, held, ctx)  # type: ignore[arg-type]
+
+            store.ram.reserve = counted  # type: ignore[method-assign]
+            keys = keys_of("a", 500)
+            offer = await store.prepare_store("writer", [], metas_of(keys), block_tokens=64, timeout=0.0)
+            assert [one.index for one in offer.reserved] == list(range(300)), "heads first, and all that fit"
+            assert offer.declined == {"no_room": 200}
+            assert looked_at < 20 * len(keys)
 
     run(work)
 
