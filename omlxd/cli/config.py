@@ -54,13 +54,19 @@ def show_settings(values: Mapping[str, Mapping[str, object]], *, origin: bool) -
     """Keys, values and, where asked, origins: folded to a terminal's width, and in a pipe with no path broken."""
     rows = [("setting", "value", *(["origin"] if origin else []))]
     for key, one in values.items():
-        shown = '""' if one["value"] == "" else str(one["value"])
-        rows.append((key, shown, *([str(one["origin"])] if origin else [])))
+        rows.append((key, _shown(one["value"]), *([str(one["origin"])] if origin else [])))
     terminal = console()
     if terminal.is_terminal:
         terminal.print(folded(rows))
     else:
         click.echo(columns_of(rows))
+
+
+def _shown(value: object) -> str:
+    """As the file has it, but text without quotes."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return '""' if value == "" else str(value)
 
 
 def folded(rows: Sequence[tuple[str, ...]]) -> Table:

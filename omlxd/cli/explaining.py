@@ -181,7 +181,7 @@ def _show(answer: Explanation, now: float) -> None:
 
 def _told(line: Line, now: float) -> tuple[str, str]:
     """State and reason, as the table shows them: neighbours that read the same are one row."""
-    cause = line.fate.cause
+    cause = "to make room" if line.fate.cause == "evicted" else line.fate.cause
     if line.fate.at is not None:
         cause = f"{cause}, {duration(max(0.0, now - line.fate.at))} ago"
     return line.fate.state.value, cause

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from omlxd.counting import counted
 from omlxd.lab.outcomes import Outcome
 from omlxd.lab.traces import Trace
 
@@ -67,8 +68,8 @@ class Advice:
         found = []
         if self.seconds < SHORT_SECONDS or self.requests < SHORT_REQUESTS:
             found.append(
-                f"This covers {self.requests:,} requests in {self.seconds / 3600:.1f} hours, which is short: what comes "
-                "back tomorrow counts as new here. Record a working day or more before you buy anything."
+                f"This covers {counted(self.requests, 'request')} in {_time(self.seconds)}, which is short: what comes back "
+                "tomorrow counts as new here. Record a working day or more before you buy anything."
             )
         if self.reusable_pct < 100 * LITTLE:
             found.append(
@@ -129,6 +130,13 @@ def ladder(distinct: int, block_bytes: int | None) -> list[str]:
     whole = distinct * block_bytes
     power = max(20, (whole - 1).bit_length())
     return [_binary(1 << step) for step in range(max(20, power - 7), power + 1) if 1 << step >= block_bytes]
+
+
+def _time(seconds: float) -> str:
+    """``less than a minute``, ``6 min``, ``7.5 hours``."""
+    if seconds < 60:
+        return "less than a minute"
+    return f"{seconds // 60:.0f} min" if seconds < 3_600 else f"{seconds / 3_600:.1f} hours"
 
 
 def _binary(nbytes: int) -> str:
