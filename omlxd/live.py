@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -170,7 +171,22 @@ def _models(live: Live, config: Config) -> None:
 
 
 def _metrics(live: Live, config: Config) -> None:
-    live.listen_for_metrics(config.metrics.listen)
+    address = config.metrics.listen
+    try:
+        if address:
+            _try_to_bind(address)
+    except OSError as error:
+        raise Refusal(f"{address}: {error.strerror or error}") from None
+    live.listen_for_metrics(address)
+
+
+def _try_to_bind(address: str) -> None:
+    """OSError where nobody could listen at ``host:port`` now."""
+    host, _, port = address.rpartition(":")
+    for family, kind, protocol, _, place in socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM):
+        with socket.socket(family, kind, protocol) as trial:
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            trial.bind(place)
 
 
 def apply_rules(server: Server, config: Config, info: NamespaceInfo) -> None:

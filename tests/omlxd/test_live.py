@@ -193,6 +193,11 @@ def test_address_that_is_taken_is_said_and_the_rest_is_applied(daemon: Configure
         daemon.set("metrics.listen", f'"127.0.0.1:{taken.getsockname()[1]}"')
         wait_for(lambda: "metrics.listen" in (stats_of(cache)["daemon"]["config_problem"] or ""))
         assert stats_of(cache)["ram"]["limit"] == 32 * MIB
+        # It is not said once and then forgotten: each further look at the file names it, and so does the next change.
+        assert list(cache.call("reload")["refused"]) == ["metrics.listen"]
+        daemon.set("ram.size", '"48MiB"')
+        wait_for(lambda: stats_of(cache)["ram"]["limit"] == 48 * MIB)
+        assert "metrics.listen" in stats_of(cache)["daemon"]["config_problem"]
 
 
 def test_invalid_file_changes_nothing_and_status_says_why_until_it_is_mended(daemon: ConfiguredDaemon) -> None:
