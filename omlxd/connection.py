@@ -171,7 +171,7 @@ class Connection:
             return
         except OSError as error:
             self.hung_up = isinstance(error, ConnectionError)
-            self.close(f"receive failed: {error}")
+            self.close("closed by the peer" if self.hung_up else f"receive failed: {error}")
             return
         if not count:
             self.hung_up = True
