@@ -72,6 +72,11 @@ class Followers:
         if seconds is not None:
             asyncio.get_running_loop().call_later(seconds, self._finish, follower)
 
+    def gone(self, session: Session) -> None:
+        """``session`` has ended: nobody follows there any more."""
+        for one in [one for one in self._followers if one.session is session]:
+            self._remove(one)
+
     def publish(self, event: Message, namespace: bytes, nbytes: int = 0) -> None:
         """Something happened in ``namespace``; ``nbytes``: about how large the event is."""
         for one in self._followers:
@@ -87,9 +92,7 @@ class Followers:
     def _send(self) -> None:
         self._timer = None
         for one in list(self._followers):
-            if one.session.closed:
-                self._remove(one)
-            elif one.session.queued > MAX_UNREAD_BYTES:
+            if one.session.queued > MAX_UNREAD_BYTES:
                 one.lost += len(one.pending)
                 one.pending, one.pending_bytes = [], 0
             elif one.pending or one.lost:

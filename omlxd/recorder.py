@@ -45,6 +45,10 @@ class Recorder:
         self.on = True
         self._followers.add(session, request_id, namespaces, greeting={"boot": session.server.boot}, seconds=seconds)
 
+    def gone(self, session: Session) -> None:
+        """``session`` has ended."""
+        self._followers.gone(session)
+
     def looked_up(self, session: Session, info: NamespaceInfo, keys: bytes, found: int) -> None:
         """A prefix was looked for."""
         self._tell("lookup", session, info, keys, {"found": found})

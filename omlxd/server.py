@@ -194,6 +194,8 @@ class Server:
     def session_closed(self, session: Session, reason: str) -> None:
         """Release all that a client held."""
         self.sessions.pop(session.number, None)
+        self.subscriptions.gone(session)
+        self.recorder.gone(session)
         log.log(logging.DEBUG if session.is_ours else logging.INFO, "%s has gone: %s", session, reason)
         # The process may live on with the memory mapped. One that hung up by itself does not read there any more; whether
         # it writes is not taken on trust for a while. One that was cut off may not even know: it may have been stopped in

@@ -28,6 +28,10 @@ class Subscriptions:
             self._journal.listeners.append(self._changed)
         self._followers.add(session, request_id, namespaces, greeting={"boot": session.server.boot})
 
+    def gone(self, session: Session) -> None:
+        """``session`` has ended."""
+        self._followers.gone(session)
+
     def retired(self, namespace: bytes, why: str) -> None:
         """A namespace was retired."""
         self._followers.publish({"event": "retired", "namespace": namespace, "cause": why}, namespace)

@@ -21,7 +21,8 @@ import pytest
 from omlxd.cli.context import Exit
 from omlxd.cli.recording import Full, RecordingFile
 from omlxd.client import Cache
-from omlxd.followers import MAX_PENDING, MAX_PENDING_BYTES, Followers
+from omlxd.followers import MAX_FOLLOWERS, MAX_PENDING, MAX_PENDING_BYTES, Followers
+from omlxd.keeping_verbs import MAX_RECORDERS
 from omlxd.lab.recording import Scribe
 from omlxd.lab.traces import Trace, parse_trace, read_trace
 from tests.omlxd.configured import ConfiguredDaemon, stats_of, wait_for
@@ -257,6 +258,13 @@ def test_what_cannot_be_recorded_is_refused(daemon: ConfiguredDaemon, tmp_path: 
         assert said in done.stderr
     assert there.read_text() == "precious"
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(("verb", "most"), [("record", MAX_RECORDERS), ("subscribe", MAX_FOLLOWERS)])
+def test_who_has_gone_follows_no_more_although_nothing_happens(daemon: ConfiguredDaemon, verb: str, most: int) -> None:
+    for _ in range(most + 1):
+        with Cache(str(daemon.socket)) as cache:
+            assert next(cache.stream(verb, timeout=30))["events"] == []
 
 
 # -- the parts
