@@ -50,7 +50,8 @@ class Chains:
         return chain
 
     def keep(self, number: int, chain: Chain) -> None:
-        """More of it will come."""
-        self._chains[number] = chain
+        """More of it will come. One without keys is as one that is not known."""
+        if chain.keys:
+            self._chains[number] = chain
         while sum(len(one.keys) for one in self._chains.values()) > MAX_KEYS:
             del self._chains[next(iter(self._chains))]

@@ -124,6 +124,7 @@ def test_what_is_remembered_is_bounded_and_exact() -> None:
         one = Chain()
         one.extend(keys(MAX_KEYS // 3, f"{number}-"))
         chains.keep(number, one)
+    chains.keep(5, Chain())
     assert len(chains) == 3
     with pytest.raises(RequestError, match="send all"):
         chains.take(0, MAX_KEYS // 3)
