@@ -10,7 +10,7 @@ import os
 import platform
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from importlib.metadata import version
@@ -90,7 +90,7 @@ def examine(config_file: Path, socket: Path) -> list[Finding]:
         found += _configuration(config, config_file)
     told = any(one.wrong and one.check == "configuration" for one in found)
     found += [*_socket(socket), *_store(config), *_remote(config), *_memory(config), *_service()]
-    return [*found, *_daemon(socket, configuration_is_told=told)]
+    return [*found, *_daemon(socket, config, configuration_is_told=told)]
 
 
 def _system() -> Iterator[Finding]:
@@ -231,12 +231,13 @@ def _service() -> Iterator[Finding]:
         yield note("service", "not installed", "omlxd install --start keeps it running in the background")
 
 
-def _daemon(socket: Path, *, configuration_is_told: bool) -> Iterator[Finding]:
+def _daemon(socket: Path, config: Config, *, configuration_is_told: bool) -> Iterator[Finding]:
     from omlxd.client import connect
 
     try:
         with connect(socket, name="omlxd doctor", timeout=10.0) as cache:
             stats = cast("Stats", cache.call("stats"))
+            settings = cache.call("settings")["values"]
     except OmlxdError as error:
         text = str(error)  # where nobody listens, it says already what to do
         yield note("daemon", text, "" if "omlxd serve" in text else "omlxd serve starts it")
@@ -250,9 +251,25 @@ def _daemon(socket: Path, *, configuration_is_told: bool) -> Iterator[Finding]:
         yield wrong("daemon", warning, "see its log; omlxd status shows the whole picture")
     if waiting := daemon["needs_restart"]:
         yield note("daemon", f"in effect after a restart: {', '.join(waiting)}", "omlxd stop, and start it again")
+    if not configuration_is_told and (other := _set_otherwise(settings, config)):
+        yield note(
+            "daemon",
+            f"it was started with other settings than are found here: {other}",
+            "omlxd config show --running tells all of them; the store and the memory above are not its own",
+        )
     if (remote := stats.get("remote")) is not None and remote["state"] == "ok":
         yield ok("remote", remote["url"])
     yield from _use(stats)
+
+
+def _set_otherwise(running: Mapping[str, Mapping[str, object]], config: Config) -> str:
+    """Where the tiers of a running daemon are not what the configuration here would make; empty: nowhere."""
+    here = dict(config.values())
+    return ", ".join(
+        f"{key} = {running[key]['value']}"
+        for key in ("ram.size", "ssd.path", "ssd.size")
+        if key in running and running[key]["value"] != here[key]
+    )
 
 
 def _use(stats: Stats) -> Iterator[Finding]:

@@ -292,6 +292,19 @@ def test_status_names_settings_that_wait_for_a_restart(daemon: ConfiguredDaemon)
     assert any("after a restart: ram.segment" in one["found"] for one in findings)
 
 
+def test_doctor_says_that_the_daemon_was_started_with_other_settings(daemon: ConfiguredDaemon, tmp_path: Path) -> None:
+    def told(**variables: str) -> list[str]:
+        env = {**daemon.environment, **variables}
+        findings = json.loads(CliRunner().invoke(main, ["doctor", "--json"], env=env).stdout)["findings"]
+        return [one["found"] for one in findings if "other settings" in one["found"]]
+
+    assert told() == []
+    path = answer(daemon, "status")["ssd"]["path"]
+    (found,) = told(OMLXD_SSD_PATH=str(tmp_path / "elsewhere"))
+    assert f"ssd.path = {path}" in found
+    assert "ram.size" not in found
+
+
 def test_one_problem_of_the_configuration_is_told_once(daemon: ConfiguredDaemon) -> None:
     daemon.file.write_text('[ram]\nsise = "1GiB"\n')
     reload = run(daemon, "config reload")
