@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from math import isfinite
 
 from omlxd.policy.base import ChunkStatus, state_keys
 from omlxd.policy.prefix_groups import Group, Node
@@ -77,9 +78,9 @@ class PrefixState:
         if (
             not isinstance(guard, list | tuple)
             or len(guard) != NUM_SAVED
-            or not all(isinstance(n, int | float) for n in guard)
+            or not all(isinstance(n, int | float) and isfinite(n) for n in guard)
         ):
-            raise ValueError(f"policy state: 'guard' must be {NUM_SAVED} numbers; {_DISCARD}")
+            raise ValueError(f"policy state: 'guard' must be {NUM_SAVED} finite numbers; {_DISCARD}")
         saved = [_unpack_group(item, now) for item in groups]
         if any(later.since < earlier.since for earlier, later in pairwise(saved)):
             raise ValueError(f"policy state: 'groups' must be in the order of use; {_DISCARD}")

@@ -198,6 +198,7 @@ def test_what_was_learnt_survives_a_restart_and_costs_little() -> None:
     ("field", "value"),
     [
         ("guard", [0.0] * 6),
+        ("guard", [float("inf")] * 7),
         ("guard", "six"),
         ("model", [[[0, 1], [0.0], [0.0]]]),
         ("model", 7),
