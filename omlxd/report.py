@@ -214,8 +214,8 @@ class Reporter:
             )
         if seized := store.held()["seized_blocks"]:
             found.append(
-                f"{counted(seized, 'block')} in RAM kept from others: a client that was cut off may still use them, until "
-                "its process ends"
+                f"{counted(seized, 'block')} in RAM kept from others: a client that went or was cut off may still use "
+                "them; they are free at the latest when its process has ended"
             )
         over = store.ram.arena.used - store.ram.arena.budget
         if over > 0:
