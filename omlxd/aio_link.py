@@ -60,7 +60,7 @@ class AsyncLink:
         self._garbled = False
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
-        self._connection = Connection(sock, self._loop, self._received, self._closed)
+        self._connection = Connection(sock, self._loop, self._received, self._closed, half_closes=False)
         self._hello = self.begin("hello", greeting(name))
 
     @classmethod

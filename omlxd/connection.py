@@ -35,8 +35,16 @@ class Connection:
         on_data: Callable[[memoryview, list[int]], None],
         on_close: Callable[[str], None],
         max_queued: int = 128 << 20,
+        *,
+        half_closes: bool = True,
     ) -> None:
+        """``half_closes``: when it ends, the peer is told at once that nothing more will come.
+
+        Not so for a client's: the daemon takes the end of a client's socket for a sign that it uses no shared memory
+        any more, and it may be in the middle of writing.
+        """
         sock.setblocking(False)
+        self._half_closes = half_closes
         self._sock = sock
         self._fd = sock.fileno()
         self._loop = loop
@@ -153,8 +161,9 @@ class Connection:
             close_all(fds)
         self._queue.clear()
         self._queued = 0
-        with contextlib.suppress(OSError):  # the peer has gone
-            self._sock.shutdown(socket.SHUT_WR)
+        if self._half_closes:
+            with contextlib.suppress(OSError):  # the peer has gone
+                self._sock.shutdown(socket.SHUT_WR)
 
     def _readable(self) -> None:
         self._take_in()

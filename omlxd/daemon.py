@@ -120,7 +120,9 @@ class Daemon:
             server.listen(sockets)
             gc.collect()
             gc.freeze()
-            log.info("serving at %s, pid %d: RAM %s, %s", self.about.socket, os.getpid(), format_size(sizes.ram), _ssd(store))
+            log.info(
+                "serving at %s, pid %d: RAM %s, %s", self.about.socket, os.getpid(), format_size(sizes.ram), _ssd(store)
+            )
             notify("READY=1", f"STATUS=serving at {self.about.socket}")
             if ready is not None:
                 ready(self.about.socket)

@@ -180,6 +180,17 @@ def load_tier(name: str) -> Callable[[Mapping[str, object], TierHost], OuterTier
 
 OUTER_METHODS = (
     *("name", "__contains__", "meta", "pin", "unpin", "read_ahead", "read_into", "damaged", "touch", "unasked", "ask"),
-    *("start", "stop", "offer", "offer_again", "forget", "register_namespace", "configure", "set_ttl", "stats", "troubles"),
+    *(
+        "start",
+        "stop",
+        "offer",
+        "offer_again",
+        "forget",
+        "register_namespace",
+        "configure",
+        "set_ttl",
+        "stats",
+        "troubles",
+    ),
 )
 """What a class must have to be a tier."""

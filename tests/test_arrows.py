@@ -65,9 +65,7 @@ def engine_side() -> list[str]:
 @pytest.mark.parametrize("module", engine_side())
 def test_engine_side_pulls_in_no_daemon(module: str) -> None:
     script = f"import sys, {module}\nprint([n for n in {DAEMON_SIDE!r} if n in sys.modules])\n"
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip().splitlines()[-1] == "[]"
 
@@ -75,16 +73,12 @@ def test_engine_side_pulls_in_no_daemon(module: str) -> None:
 def test_import_omlxd_alone_pulls_in_nothing_heavy() -> None:
     heavy = ("mlx", "numpy", "msgpack", "pydantic", "click")
     script = f"import sys, omlxd\nprint([n for n in sys.modules if n.split('.')[0] in {heavy!r}])\n"
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 
 def test_the_blocking_client_pulls_in_no_event_loop_and_no_mlx() -> None:
     heavy = ("asyncio", "ssl", "mlx", "plistlib", "psutil", "platformdirs", "rich", "click")
     script = f"import sys, omlxd; omlxd.connect\nprint([n for n in sys.modules if n.split('.')[0] in {heavy!r}])\n"
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

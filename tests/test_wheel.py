@@ -52,9 +52,7 @@ def names_in(wheel: Path) -> set[str]:
 def sources(folder: str) -> set[str]:
     """The Python files of a folder of the checkout, as a wheel names them."""
     return {
-        f"omlxd/{path.relative_to(ROOT)}"
-        for path in (ROOT / folder).rglob("*.py")
-        if "__pycache__" not in path.parts
+        f"omlxd/{path.relative_to(ROOT)}" for path in (ROOT / folder).rglob("*.py") if "__pycache__" not in path.parts
     }
 
 

@@ -174,9 +174,7 @@ class _Rotating(Leaf):
         if at == rows.shape[TOKENS]:
             return rows
         if at < cache.offset:  # it went round: the oldest rows are those after the last written one
-            return mx.concatenate(
-                [rows[..., :keep, :], rows[..., at:, :], rows[..., keep:at, :]], axis=TOKENS
-            )
+            return mx.concatenate([rows[..., :keep, :], rows[..., at:, :], rows[..., keep:at, :]], axis=TOKENS)
         return rows[..., :at, :]
 
     def needs(self, cache: CacheObject, tokens: int) -> list[Span]:

@@ -48,8 +48,7 @@ class Schema:
             parameters = ",".join(map(str, leaf.parameters(cached)))
             arrays.setdefault(leaf.group, []).extend(tensors)
             names.setdefault(leaf.group, []).extend(
-                f"{path}:{type(cached).__name__}({parameters}):{index}"
-                for index in range(len(tensors))
+                f"{path}:{type(cached).__name__}({parameters}):{index}" for index in range(len(tensors))
             )
         layouts = {group: Layout.of(arrays[group], names[group]) for group in arrays}
         return cls(block_tokens, layouts)
@@ -136,19 +135,14 @@ def fill(
             source = payloads[leaf.group]
             spans = leaf.needs(cached, tokens)
             rows = leaf.capacity(cached, tokens)
-            arrays = [
-                _column(source, index, spans, block_tokens, rows)
-                for index in range(first, first + width)
-            ]
+            arrays = [_column(source, index, spans, block_tokens, rows) for index in range(first, first + width)]
         at[leaf.group] = first + width
         made.extend(a for a in arrays if a is not None)
         leaf.fill(cached, arrays, tokens)
     mx.eval(made)
 
 
-def _column(
-    blocks: dict[int, Arrays], tensor: int, spans: list[Span], size: int, rows: int
-) -> mx.array | None:
+def _column(blocks: dict[int, Arrays], tensor: int, spans: list[Span], size: int, rows: int) -> mx.array | None:
     """One tensor over several blocks: the spans' tokens in order, then zeros up to ``rows``."""
     import mlx.core as mx
 

@@ -178,9 +178,7 @@ def _explain(
     divergence = None
     if first < len(fates):
         after = hashes[first - 1] if first else None
-        divergence = Divergence(
-            first * size, (first + 1) * size, source.following(namespace, after), lines[first].text
-        )
+        divergence = Divergence(first * size, (first + 1) * size, source.following(namespace, after), lines[first].text)
     return Explanation(
         namespace,
         len(tokens),
@@ -241,7 +239,9 @@ def _notes(namespace: NamespaceSeen, count: int, fates: Sequence[Fate]) -> list[
     if count < namespace.block_tokens:
         notes.append(f"the prompt has {count} tokens, a block {namespace.block_tokens}: it is too short to be kept")
     elif count % namespace.block_tokens == 0 and fates:
-        notes.append("the prompt ends with a block: that block is computed again, to give the first token of the answer")
+        notes.append(
+            "the prompt ends with a block: that block is computed again, to give the first token of the answer"
+        )
     gaps = [index for index, fate in enumerate(fates) if not fate.state.restorable]
     behind = sum(fate.state.restorable for fate in fates[gaps[0] :]) if gaps else 0
     if behind and namespace.group is not Group.STATE:

@@ -64,10 +64,7 @@ def form_of(cache: PromptCacheList, forms: Sequence[Form]) -> Form:
 
 
 def _signature(cache: Sequence[CacheObject]) -> tuple[object, ...]:
-    return tuple(
-        (path, type(cached).__name__, *leaf_of(cached).parameters(cached))
-        for path, cached in leaves(cache)
-    )
+    return tuple((path, type(cached).__name__, *leaf_of(cached).parameters(cached)) for path, cached in leaves(cache))
 
 
 def _differs(expected: tuple[object, ...], found: tuple[object, ...]) -> str:

@@ -142,7 +142,9 @@ class KeptCaches:
                 if len(payloads[group]) < len(keys):
                     return len(payloads[group]) if group is Group.ATTENTION else blocks - 1
             state = payloads[Group.STATE].get(blocks - 1, [])
-            cutting.fill(cache, blocks * self.schema.block_tokens, self.schema.block_tokens, payloads.__getitem__, state)
+            cutting.fill(
+                cache, blocks * self.schema.block_tokens, self.schema.block_tokens, payloads.__getitem__, state
+            )
         return blocks
 
     # -- store

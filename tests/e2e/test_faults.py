@@ -113,8 +113,7 @@ def go_on(engines: list[Engine], what: str, by: int = 3) -> None:
     before = [engine.steps for engine in engines]
     until(
         lambda: all(
-            engine.steps >= old + by or engine.failure is not None
-            for engine, old in zip(engines, before, strict=True)
+            engine.steps >= old + by or engine.failure is not None for engine, old in zip(engines, before, strict=True)
         ),
         f"the engines do not go on {what}",
     )

@@ -226,7 +226,9 @@ def test_nothing_is_asked_of_the_daemon_between_tokens(model: Any, folder: Path,
     assert kept.stats.unavailable == 1, "one call: the save at the end"
 
 
-def test_progress_and_logits_processors_see_what_mlx_lm_alone_shows_them(model: Any, folder: Path, client: omlxd.Cache) -> None:
+def test_progress_and_logits_processors_see_what_mlx_lm_alone_shows_them(
+    model: Any, folder: Path, client: omlxd.Cache
+) -> None:
     kept = PromptCache(client, model, folder, block_tokens=SIZE, salt="progress")
     tokens = prompt(SIZE * 3 + 4)
     alone: list[list[int]] = []

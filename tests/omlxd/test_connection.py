@@ -142,3 +142,20 @@ def test_more_descriptors_than_fit_are_an_error_and_none_stays_open() -> None:
         os.close(fd)
     mine.close()
     theirs.close()
+
+
+def test_a_client_that_was_cut_off_does_not_look_as_if_it_had_let_go(runner: asyncio.Runner) -> None:
+    async def talk() -> None:
+        ours, theirs = socket.socketpair()
+        daemon, closed = End(ours), []
+        client = Connection(
+            theirs, asyncio.get_running_loop(), lambda data, fds: None, closed.append, half_closes=False
+        )
+        daemon.connection.close("cut off")
+        await until(lambda: closed)
+        assert not daemon.connection.peer_has_let_go, "it may be in the middle of writing"
+        client.let_go()
+        assert daemon.connection.peer_has_let_go
+
+    with runner:
+        runner.run(talk())
