@@ -18,8 +18,8 @@ from omlxd.lab.advice import Advice, ladder
 from omlxd.lab.advice import advise as advise_on
 from omlxd.lab.outcomes import Outcome, Setup
 from omlxd.lab.plot import Axis
-from omlxd.lab.tiered import WriteMode
 from omlxd.storage.sizes import format_size
+from omlxd.storage.spill import WriteMode
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -16,9 +16,9 @@ from omlxd.counting import counted
 from omlxd.lab.outcomes import Outcome, Setup, VictimAges
 from omlxd.lab.plot import Axis
 from omlxd.lab.replay import OFFLINE, policy_class
-from omlxd.lab.tiered import WriteMode
 from omlxd.policy.registry import policy_names
 from omlxd.storage.sizes import format_size
+from omlxd.storage.spill import WriteMode
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from statistics import quantiles
 
 from omlxd.lab.replay import Progress, Tally, replay_ram
-from omlxd.lab.tiered import TieredReplay, WriteMode
+from omlxd.lab.tiered import TieredReplay
 from omlxd.lab.traces import Trace
+from omlxd.storage.spill import WriteMode
 
 
 @dataclass(frozen=True, slots=True)

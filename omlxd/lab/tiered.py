@@ -8,7 +8,6 @@ tiers' policies see each request's whole path.
 
 from __future__ import annotations
 
-from enum import StrEnum
 from time import perf_counter
 
 from omlxd.lab.replay import REPORT_EVERY, Contexts, Progress, Tally, Tier, count, leading_run, present_of
@@ -16,15 +15,7 @@ from omlxd.lab.traces import Request, Trace
 from omlxd.policy.base import RequestContext
 from omlxd.storage.admission import AdmissionFilter
 from omlxd.storage.chunks import Lookup
-from omlxd.storage.spill import TRACKED_KEYS
-
-
-class WriteMode(StrEnum):
-    """When a block goes to the SSD; the names of the daemon's configuration."""
-
-    WRITE_BACK = "write_back"
-    WRITE_THROUGH = "write_through"
-    SECOND_TOUCH = "second_touch"
+from omlxd.storage.spill import TRACKED_KEYS, WriteMode
 
 
 class TieredReplay:

@@ -21,8 +21,8 @@ from omlxd.lab.advice import reusable_tokens
 from omlxd.lab.grid import replay_all
 from omlxd.lab.outcomes import Setup, replay
 from omlxd.lab.replay import replay_ram
-from omlxd.lab.tiered import WriteMode
 from omlxd.lab.traces import Request, Space, Trace, TraceError, parse_trace, read_trace, run_lengths
+from omlxd.storage.spill import WriteMode
 from tests.omlxd import small_trace
 
 TRACES = os.environ.get("OMLXD_TRACES")
