@@ -118,9 +118,7 @@ class ChunkManager:
                 raise _not_ready(key, chunk)
             chunks.append(chunk)
         if req_context is not None:
-            state = self._state(req_context)
-            state.reused.update(keys if not state.inserted else (key for key in keys if key not in state.inserted))
-            self._see(state, keys, req_context)
+            self._note_load(keys, req_context)
         mark_non_evictable, became_busy = self._policy.mark_non_evictable, self._became_busy
         for key, chunk in zip(keys, chunks, strict=True):
             chunk.ref_cnt = readers = chunk.ref_cnt + 1
@@ -329,6 +327,13 @@ class ChunkManager:
             return self._num_fresh_used - 1
         return self._free_slots.pop()
 
+    def _allocate_used_slot(self) -> int:
+        """The slot freed last, else a fresh one: for managers whose budget is bytes, which have no number of slots."""
+        if self._free_slots:
+            return self._free_slots.pop()
+        self._num_fresh_used += 1
+        return self._num_fresh_used - 1
+
     def _free_slot(self, key: bytes, chunk: ChunkStatus) -> None:
         """Give the slot of a chunk back that has left the policy: evicted or discarded (`ref_cnt` 0), or
         failed (-1).
@@ -360,6 +365,12 @@ class ChunkManager:
         """Whether the request began its transfers before the last reset."""
         state = None if ctx is None else ctx.scratch.get(self)
         return isinstance(state, RequestState) and state.generation != self.generation
+
+    def _note_load(self, keys: Sequence[bytes], ctx: RequestContext) -> None:
+        """Tell the policy that the request reads `keys`; what it has inserted itself it does not reuse."""
+        state = self._state(ctx)
+        state.reused.update(keys if not state.inserted else (key for key in keys if key not in state.inserted))
+        self._see(state, keys, ctx)
 
     def _see(self, state: RequestState, keys: Sequence[bytes], ctx: RequestContext) -> None:
         seen = state.seen

@@ -151,10 +151,7 @@ class RamTier(ChunkManager):
 
     def note_reads(self, blocks: Sequence[RamBlock], ctx: RequestContext) -> None:
         """Tell the policy that the request of ``ctx`` reads ``blocks``."""
-        keys = [block.meta.key for block in blocks]
-        state = self._state(ctx)
-        state.reused.update(keys if not state.inserted else (key for key in keys if key not in state.inserted))
-        self._see(state, keys, ctx)
+        self._note_load([block.meta.key for block in blocks], ctx)
 
     def complete_read(self, block: RamBlock) -> None:
         """Undo one ``begin_reads`` or ``pin_block``, also of a block that has been detached since."""
@@ -338,10 +335,7 @@ class RamTier(ChunkManager):
         block = RamBlock(self._offered[key], self._placed.pop(key))
         self.blocks[key] = block
         self._account(block, 1)
-        if self._free_slots:
-            return self._free_slots.pop()
-        self._num_fresh_used += 1
-        return self._num_fresh_used - 1
+        return self._allocate_used_slot()
 
     def _free_slot(self, key: bytes, chunk: ChunkStatus) -> None:
         super()._free_slot(key, chunk)

@@ -38,10 +38,7 @@ class WeighingManager(ChunkManager):
 
     def _allocate_slot(self, key: bytes) -> int:
         self._used += self._weights[key]
-        if self._free_slots:
-            return self._free_slots.pop()
-        self._num_fresh_used += 1
-        return self._num_fresh_used - 1
+        return self._allocate_used_slot()
 
     def _free_slot(self, key: bytes, chunk: ChunkStatus) -> None:
         super()._free_slot(key, chunk)
