@@ -31,18 +31,20 @@ class Recorder:
     """Tells those who record. Lives on the event loop's thread."""
 
     def __init__(self) -> None:
-        self.on = False
-        """Does anybody record?"""
-        self._followers = Followers(on_none=self._stop)
+        self._followers = Followers()
 
     def __len__(self) -> int:
         return len(self._followers)
+
+    @property
+    def on(self) -> bool:
+        """Does anybody record?"""
+        return len(self._followers) > 0
 
     def add(
         self, session: Session, request_id: int, namespaces: frozenset[bytes] | None, *, seconds: float | None
     ) -> None:
         """Tell ``session`` from now on, as parts of the answer to its request, which ends after ``seconds``."""
-        self.on = True
         self._followers.add(session, request_id, namespaces, greeting={"boot": session.server.boot}, seconds=seconds)
 
     def gone(self, session: Session) -> None:
@@ -91,6 +93,3 @@ class Recorder:
             **more,
         }
         self._followers.publish(message, info.id, len(keys) + EVENT_BYTES)
-
-    def _stop(self) -> None:
-        self.on = False
