@@ -74,19 +74,18 @@ class Reservations:
     async def reserve(
         self,
         owner: Hashable,
-        ancestors: Sequence[bytes],
+        chain: Sequence[bytes],
         metas: Sequence[BlockMeta],
         *,
         block_tokens: int,
         timeout: float,
         running: RequestContext | None = None,
     ) -> tuple[Offer, RequestContext]:
-        """Reserve slots for ``metas``, the blocks behind ``ancestors`` in one chain; see ``Store.prepare_store``.
+        """Reserve slots for ``metas``, the last blocks of ``chain``; see ``Store.prepare_store``.
 
         ``running``: the request that stores them, where it has loaded or stored before. Returns also the
         request's context.
         """
-        chain = [*ancestors, *(meta.key for meta in metas)]
         ctx = request(f"store-{next(self._requests)}", chain, block_tokens, running)
         # What RAM declined would not come to the SSD either, whose policy is asked when the block leaves RAM.
         ctx.may_be_declined = self.spiller is None

@@ -294,7 +294,7 @@ class Store:
         chain = [*ancestors, *(meta.key for meta in metas)]
         running = next((ctx for ctx in reversed(self._owners.known(owner).requests) if goes_on(ctx, chain)), None)
         offer, ctx = await self._reservations.reserve(
-            owner, ancestors, metas, block_tokens=block_tokens, timeout=timeout, running=running
+            owner, chain, metas, block_tokens=block_tokens, timeout=timeout, running=running
         )
         if running is None and not self.closing:
             self._owners.of(owner).requests.append(ctx)
