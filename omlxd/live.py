@@ -19,6 +19,7 @@ from omlxd.config import Config
 from omlxd.config_problems import ConfigError
 from omlxd.config_sources import load_config
 from omlxd.logs import set_level, start_logging
+from omlxd.metrics import host_and_port
 from omlxd.storage.durations import parse_duration
 from omlxd.watching import Watcher, file_signature
 
@@ -182,8 +183,7 @@ def _metrics(live: Live, config: Config) -> None:
 
 def _try_to_bind(address: str) -> None:
     """OSError where nobody could listen at ``host:port`` now."""
-    host, _, port = address.rpartition(":")
-    for family, kind, protocol, _, place in socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM):
+    for family, kind, protocol, _, place in socket.getaddrinfo(*host_and_port(address), type=socket.SOCK_STREAM):
         with socket.socket(family, kind, protocol) as trial:
             trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             trial.bind(place)

@@ -157,6 +157,12 @@ def _daemon_counts(counts: Mapping[str, int]) -> Iterable[Metric]:
     yield family
 
 
+def host_and_port(address: str) -> tuple[str, int]:
+    """Of an ``address`` that the configuration takes: "127.0.0.1:9464", "[::1]:9464"."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
 class MetricsServer:
     """``GET /metrics`` on a loopback address."""
 
@@ -171,10 +177,8 @@ class MetricsServer:
             return
         await self.close()
         if address:
-            host, _, port = address.rpartition(":")
-            self._server = await asyncio.start_server(
-                self._answer, host.strip("[]"), int(port), limit=MAX_REQUEST_BYTES, backlog=16
-            )
+            host, port = host_and_port(address)
+            self._server = await asyncio.start_server(self._answer, host, port, limit=MAX_REQUEST_BYTES, backlog=16)
             self.address = address
             log.info("metrics on http://%s/metrics", address)
 
