@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import struct
+import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import TypeVar
@@ -239,12 +240,11 @@ class _Nodes:
         )
         taken = 8 + self._key_bytes
         if is_leaf:
+            self._size = self._low | self._high << 16
             allowed = (self._flags == 0) | (self._flags == BIG_DATA)
             if name == MAIN:
-                self._size = self._low | self._high << 16
                 allowed |= (self._flags == SUB_TREE) & (self._size == TREE_BYTES)
             self._require_node(allowed, "of an unknown kind")
-            self._size = self._low | self._high << 16
             taken = taken + np.where(self._flags == BIG_DATA, 8, self._size)
         taken = taken + (taken & 1)
         self._require_node(offsets + taken <= page_bytes, "that ends outside of it")
@@ -262,7 +262,7 @@ class _Nodes:
         comparable = inner & (self._key_bytes >= 8)
         words = self._words(np.where(comparable, self._at, 0) + 8)
         if self._name != FREE:
-            words = words.byteswap() if struct.pack("=H", 1)[0] else words
+            words = words.byteswap() if sys.byteorder == "little" else words
         pairs = comparable[1:] & comparable[:-1] & ~self._first[1:]
         in_order = words[1:] >= words[:-1] if self._name != FREE else words[1:] > words[:-1]
         self._require_node(np.concatenate(([True], in_order | ~pairs)) if self.size else inner, "out of order")
