@@ -10,13 +10,23 @@ import click
 from rich.text import Text
 
 from omlxd.cli.context import hint, json_option, show, show_json
-from omlxd.cli.quantities import Bytes, Several
-from omlxd.cli.replaying import axis_label, check_policies, headline
-from omlxd.cli.traces import blocks_of, draw, plot_option, read, replay_with_bar, trace_argument
+from omlxd.cli.quantities import Several
+from omlxd.cli.replaying import axis_label, headline
+from omlxd.cli.traces import (
+    block_bytes_option,
+    check_policies,
+    check_policy,
+    draw,
+    plot_option,
+    read,
+    replay_with_bar,
+    setup_of,
+    trace_argument,
+)
 from omlxd.cli.views import duration, plain_table
 from omlxd.lab.advice import Advice, ladder
 from omlxd.lab.advice import advise as advise_on
-from omlxd.lab.outcomes import Outcome, Setup
+from omlxd.lab.outcomes import Outcome
 from omlxd.lab.plot import Axis
 from omlxd.storage.sizes import format_size
 from omlxd.storage.spill import WriteMode
@@ -45,7 +55,7 @@ WORTH_A_WORD = 0.5
     type=click.Choice([str(mode) for mode in WriteMode]),
     help="When a block is written to the SSD.  [default: the recording's]",
 )
-@click.option("--block-bytes", type=Bytes(), metavar="SIZE", help="Bytes of a block, where the trace does not say.")
+@block_bytes_option
 @click.option(
     "--prefill-tokens-per-s",
     type=click.FloatRange(0, min_open=True),
@@ -82,19 +92,20 @@ def advise(
     told = _Told(read_in)
     policy = policy or told.text("ram_policy") or _default_policy()
     ssd_policy = ssd_policy or told.text("ssd_policy") or policy
-    check_policies(click.get_current_context(), click.Option(["--policy"]), (policy, ssd_policy))
+    for name in (policy, ssd_policy):  # those of a recording's header, too
+        check_policy(name)
     ssds = ssds or told.size("ssd_bytes", block_bytes) or ("0",)
     rams = rams or tuple(ladder(distinct, block_bytes))
     chosen_mode = WriteMode(mode or told.text("ssd_mode") or WriteMode.WRITE_BACK)
     setups = [
-        Setup(
+        setup_of(
             policy,
-            ram,
-            blocks_of(ram, "--ram", distinct, block_bytes),
+            ("--ram", ram),
             None if ssd == "0" else ssd,
-            0 if ssd == "0" else blocks_of(ssd, "--ssd", distinct, block_bytes),
-            "" if ssd == "0" else ssd_policy,
+            ssd_policy,
             chosen_mode,
+            distinct=distinct,
+            block_bytes=block_bytes,
         )
         for ssd in ssds
         for ram in rams

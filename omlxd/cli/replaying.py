@@ -9,13 +9,22 @@ from typing import TYPE_CHECKING
 import click
 
 from omlxd.cli.context import hint, json_option, show, show_json
-from omlxd.cli.quantities import Bytes, Several
-from omlxd.cli.traces import blocks_of, draw, plot_option, read, replay_with_bar, trace_argument
+from omlxd.cli.quantities import Several
+from omlxd.cli.traces import (
+    block_bytes_option,
+    check_policies,
+    draw,
+    plot_option,
+    read,
+    replay_with_bar,
+    setup_of,
+    trace_argument,
+)
 from omlxd.cli.views import duration, plain_table
 from omlxd.counting import counted
-from omlxd.lab.outcomes import Outcome, Setup, VictimAges
+from omlxd.lab.outcomes import Outcome, VictimAges
 from omlxd.lab.plot import Axis
-from omlxd.lab.replay import OFFLINE, policy_class
+from omlxd.lab.replay import OFFLINE
 from omlxd.policy.registry import policy_names
 from omlxd.storage.sizes import format_size
 from omlxd.storage.spill import WriteMode
@@ -27,17 +36,6 @@ if TYPE_CHECKING:
 
 POLICIES = ("lru", "arc", "prefix")
 SIZES = ("1%", "2%", "5%", "10%", "25%")
-
-
-def check_policies(ctx: click.Context, param: click.Parameter, names: Sequence[str] | str | None) -> object:
-    """A usage error for a policy that does not exist."""
-    for name in (names,) if isinstance(names, str) else names or ():
-        try:
-            policy_class(name)
-        except ValueError as error:
-            known = ", ".join(OFFLINE)
-            raise click.BadParameter(f"{error}; in replays also {known}") from None
-    return names
 
 
 @click.command()
@@ -72,7 +70,7 @@ def check_policies(ctx: click.Context, param: click.Parameter, names: Sequence[s
     show_default=True,
     help="When a block is written to the SSD.",
 )
-@click.option("--block-bytes", type=Bytes(), metavar="SIZE", help="Bytes of a block, where the trace does not say.")
+@block_bytes_option
 @plot_option
 @json_option
 def replay(
@@ -100,14 +98,14 @@ def replay(
     distinct = read_in.distinct_blocks
     block_bytes = block_bytes or read_in.block_bytes
     setups = [
-        Setup(
+        setup_of(
             policy,
-            size,
-            blocks_of(size, "--size", distinct, block_bytes),
+            ("--size", size),
             ssd,
-            blocks_of(ssd, "--ssd", distinct, block_bytes) if ssd is not None else 0,
-            (ssd_policy or policy) if ssd is not None else "",
+            ssd_policy or policy,
             WriteMode(mode),
+            distinct=distinct,
+            block_bytes=block_bytes,
         )
         for ssd in ssds or (None,)
         for size in sizes

@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING, TypeVar
 import click
 
 from omlxd.cli.context import Exit, console, fail, hint
+from omlxd.cli.quantities import Bytes
 from omlxd.lab.grid import Tell, replay_all
 from omlxd.lab.outcomes import Outcome, Setup
 from omlxd.lab.plot import FORMATS, missing
+from omlxd.lab.replay import OFFLINE, policy_class
 from omlxd.lab.traces import Trace, TraceError, read_trace
 from omlxd.storage.sizes import parse_blocks
+from omlxd.storage.spill import WriteMode
 
 if TYPE_CHECKING:
     from omlxd.lab.plot import Axis
@@ -39,6 +42,27 @@ def plot_option(command: F) -> F:
         callback=_can_be_plotted,
         help=f"Draw the curves into this file ({', '.join(FORMATS)}).",
     )(command)
+
+
+def block_bytes_option(command: F) -> F:
+    """`--block-bytes SIZE`."""
+    help_text = "Bytes of a block, where the trace does not say."
+    return click.option("--block-bytes", type=Bytes(), metavar="SIZE", help=help_text)(command)
+
+
+def check_policy(name: str) -> None:
+    """A usage error for a policy that does not exist."""
+    try:
+        policy_class(name)
+    except ValueError as error:
+        raise click.BadParameter(f"{error}; in replays also {', '.join(OFFLINE)}") from None
+
+
+def check_policies(ctx: click.Context, param: click.Parameter, names: Sequence[str] | str | None) -> object:
+    """`check_policy` for an option's value, or its values."""
+    for name in (names,) if isinstance(names, str) else names or ():
+        check_policy(name)
+    return names
 
 
 def _can_be_plotted(ctx: click.Context, param: click.Parameter, file: Path | None) -> Path | None:
@@ -76,6 +100,24 @@ def blocks_of(text: str, option: str, distinct: int, block_bytes: int | None) ->
         return parse_blocks(text, distinct=distinct, block_bytes=block_bytes)
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint=option) from None
+
+
+def setup_of(
+    policy: str,
+    ram: tuple[str, str],
+    ssd: str | None,
+    ssd_policy: str,
+    mode: WriteMode,
+    *,
+    distinct: int,
+    block_bytes: int | None,
+) -> Setup:
+    """One replay. `ram`: the option that gave RAM's size, and the size; `ssd`: None for no SSD tier."""
+    option, size = ram
+    blocks = blocks_of(size, option, distinct, block_bytes)
+    if ssd is None:
+        return Setup(policy, size, blocks, mode=mode)
+    return Setup(policy, size, blocks, ssd, blocks_of(ssd, "--ssd", distinct, block_bytes), ssd_policy, mode)
 
 
 def replay_with_bar(trace: Trace, path: Path, setups: Sequence[Setup], *, quiet: bool) -> list[Outcome]:
