@@ -36,6 +36,7 @@ import lmdb
 import msgpack
 
 from omlxd.storage.ssd_data_file import DATA_NAME, make_ready, open_data
+from omlxd.storage.ssd_early_write import writing_early
 from omlxd.storage.ssd_errors import Damaged, DiskTrouble, StoreBroken
 from omlxd.storage.ssd_gate import Gate
 from omlxd.storage.ssd_pages import BadFile, FileHeader, read_header
@@ -382,7 +383,8 @@ class Environment:
             raise DiskTrouble("gone", f"{self.path / DATA_NAME} was changed by another program meanwhile")
         with self.changing():
             before = os.fstat(self.descriptor).st_size
-            txn.commit()
+            with writing_early(self.descriptor, put_bytes if self.durability == "commit" else 0):
+                txn.commit()
             self._lengthen(before)
 
     def _lengthen(self, before: int) -> None:
