@@ -50,10 +50,7 @@ class Reading:
 
     def places(self, database: Database, prefix: bytes) -> Iterator[Extent | bytes]:
         """For each key with that prefix: where its value is in the file, or the value where it has no pages of its own."""
-        for key, place in self._snapshot.places(self.tree(database), prefix):
-            if not key.startswith(prefix):
-                return
-            yield place
+        return self._snapshot.places(self.tree(database), prefix)
 
     def used_pages(self) -> int:
         """All pages in use, those of the free list and the meta pages too."""

@@ -109,12 +109,17 @@ class Snapshot:
                 key, flags, size, inside = page.node(at)
                 yield key, self._value(flags, size, inside)
 
-    def places(self, tree: Tree | None, start: bytes) -> Iterator[tuple[bytes, Extent | bytes]]:
-        """As ``items``; instead of values that have pages of their own, where they are. Nothing of those is read."""
-        for page, first in self._leaves(tree, start):
+    def places(self, tree: Tree | None, prefix: bytes) -> Iterator[Extent | bytes]:
+        """For each key with that prefix, in their order: where its value is, or the value, if it has no pages of its own.
+
+        Nothing is read of values that have.
+        """
+        for page, first in self._leaves(tree, prefix):
             for at in range(first, page.count):
                 key, flags, size, inside = page.node(at)
-                yield key, self._extent(size, inside) if flags & BIG_DATA else inside
+                if not key.startswith(prefix):
+                    return
+                yield self._extent(size, inside) if flags & BIG_DATA else inside
 
     def trees(self) -> dict[bytes, Tree]:
         """The databases by their names."""
