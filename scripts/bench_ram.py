@@ -50,8 +50,10 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - begun
 
 
-def in_turns(rounds: int, **works: Callable[[], object]) -> dict[str, float]:
-    """Median seconds of each of ``works``, taken in turns; one unmeasured turn first.
+def in_turns(
+    rounds: int, between: Callable[[], object] = lambda: None, **works: Callable[[], object]
+) -> dict[str, float]:
+    """Median seconds of each of ``works``, taken in turns; one unmeasured turn first, and ``between`` before each, unmeasured.
 
     Who begins changes with each turn: what one leaves behind (a warm cache, a trimmed heap) must not always meet the same other.
     """
@@ -61,6 +63,7 @@ def in_turns(rounds: int, **works: Callable[[], object]) -> dict[str, float]:
         first = turn % len(names)
         order = names[first:] + names[:first]
         for name in order if turn % 2 else reversed(order):
+            between()
             took = seconds(works[name])
             if turn:
                 taken[name].append(took)
@@ -155,7 +158,10 @@ def stores(cache: omlxd.Cache, rounds: int) -> Figures:
 
 
 def attaching(cache: omlxd.Cache, rounds: int) -> Figures:
-    """Leased views without reading: what they cost does not depend on the blocks' size."""
+    """Leased views without reading: what they cost does not depend on the blocks' size.
+
+    Before each, one lookup: the daemon counts a load after it has answered, and would still be at it with the one before.
+    """
     works: dict[str, Callable[[], object]] = {}
     for name, count, nbytes in (("64KiB", BLOCKS, 64 << 10), ("16MiB", BLOCKS, 16 * MIB), ("256", 256, 64 << 10)):
         space = cache.namespace(model=f"bench/attach-{name}", fingerprint="1")
@@ -172,7 +178,7 @@ def attaching(cache: omlxd.Cache, rounds: int) -> Figures:
         with space.load_keys(keys) as lease:  # so that all of it is present in this process
             assert sum(int(np.frombuffer(block.view, np.uint8)[::4096].sum()) for block in lease)
         works[name] = attach
-    took = in_turns(4 * rounds, **works)
+    took = in_turns(4 * rounds, lambda: space.match_keys(keys[:1]), **works)
     small, large = took["64KiB"] / BLOCKS, took["16MiB"] / BLOCKS
     return {
         "attach_us_per_block": {"64KiB": small * 1e6, "16MiB": large * 1e6},
