@@ -18,7 +18,7 @@ from omlxd.policy.prefix_history import History
 from omlxd.policy.prefix_model import gain_over_rent
 from omlxd.policy.prefix_state import PrefixState
 
-WEAR = 215.0
+WEAR = 217.0
 """Uses that a block must promise beyond the rent of its room to be worth a write to an SSD which all that is new
 would fill within one request. The price of a write is a share of the disk's life, and a disk of twice the size
 may be written twice as much; so it falls with the time in which the new would fill it.
@@ -270,7 +270,8 @@ class PrefixCachePolicy(CachePolicy):
         """Whether the block's uses will outweigh the rent of its room by enough.
 
         The rent is what the room of the next victim is worth. While there is room without, and while there is nothing
-        to predict from, every block is worth it.
+        to predict from, every block is worth it. A group's deepest block is asked about first, and decides for all of it:
+        of a tail without its head the writes would be lost.
         """
         history = self._history
         node = history.nodes.get(key)
@@ -280,9 +281,12 @@ class PrefixCachePolicy(CachePolicy):
         if least is None:
             return True
         group = node.group
-        group_class = group.group_class
-        counts = AGAIN_COUNTS if group_class.has_been_used_again else 1.0
-        return gain_over_rent(group_class.hazards, group.bin, least[0], counts) >= min(1.0, WEAR * history.turnover)
+        if group.worth_writing is None:
+            group_class = group.group_class
+            counts = AGAIN_COUNTS if group_class.has_been_used_again else 1.0
+            gain = gain_over_rent(group_class.hazards, group.bin, least[0], counts)
+            group.worth_writing = gain >= min(1.0, WEAR * history.turnover)
+        return group.worth_writing
 
     def chunks(self) -> Iterator[tuple[bytes, ChunkStatus]]:
         """All resident keys with their chunks, least worthy first."""

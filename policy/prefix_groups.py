@@ -15,6 +15,7 @@ from omlxd.policy.prefix_model import AGAIN, FRESH, GAP, MOST_GAP, Features, Gro
 
 _LONGEST = 9  # octaves of lengths
 _MOST_LEFTOVER_USES = 3
+_MANY_TURNS = 5  # of a chain, before a use
 
 
 class Node:
@@ -57,13 +58,19 @@ class Group:
         "since",
         "size",
         "top",
+        "turns",
         "uses",
+        "worth_writing",
     )
 
-    def __init__(self, nodes: list[Node | None], group_class: GroupClass, uses: int, since: int, rank: int) -> None:
+    def __init__(
+        self, nodes: list[Node | None], group_class: GroupClass, uses: int, since: int, rank: int, turns: int = 1
+    ) -> None:
         self.nodes = nodes
         self.group_class = group_class
         self.uses = uses
+        self.turns = turns
+        """How often its chain has been used, counted along its deepest blocks: the turns of a conversation."""
         self.since = since
         """The time of the request that used it."""
         self.rank = rank
@@ -79,6 +86,8 @@ class Group:
         """Where it waits for eviction; None while it must not be evicted."""
         self.shadow = 0
         """Nodes before this place would be resident if the policy were LRU."""
+        self.worth_writing: bool | None = None
+        """What was found when a block of it left RAM; None while none has."""
 
     def find_edge(self, start: int) -> None:
         """The deepest resident block at or before place `start` becomes the edge."""
@@ -129,6 +138,7 @@ class Path:
         "shadow_hits",
         "shadow_leading",
         "taken",
+        "turns",
     )
 
     def __init__(self) -> None:
@@ -147,6 +157,8 @@ class Path:
         """How many leading blocks had been used before."""
         self.gap = 0
         """Octave of the pace at which the deepest of those is used; 0 where there is none."""
+        self.turns = 1
+        """How often that one has been used, and those that it continued."""
         self.hits = 0
         """How many leading blocks were resident,"""
         self.leading = True
@@ -164,7 +176,7 @@ class Path:
     def hand_over(self, later: Path) -> None:
         """`later` goes on where this path ended."""
         later.goes_on = True
-        later.known, later.gap = self.known, self.gap
+        later.known, later.gap, later.turns = self.known, self.gap, self.turns
         later.leading, later.shadow_leading = self.leading, self.shadow_leading
         later.hits, later.shadow_hits, later.asked = self.hits, self.shadow_hits, self.asked
         later.expected, later.context = self.expected, self.context
@@ -212,11 +224,12 @@ def leftover_features(group: Group) -> Features:
 def rhythm(group: Group, gap: int) -> int:
     """Octave of the pace at which `group` is used, now that it was for the first time in `gap` octaves.
 
-    It rises with one long gap and falls over several short ones: who paused once pauses again.
+    It rises with one long gap and falls over several short ones: who paused once pauses again. In a chain that many turns
+    have shown the pace of, one long gap says less.
     """
     gap = min(gap, MOST_GAP)
     features = group.group_class.features
-    if features[0] == AGAIN and features[GAP] > gap:
+    if features[0] == AGAIN and (features[GAP] > gap or group.turns >= _MANY_TURNS):
         return (gap + features[GAP] + 1) // 2
     return gap
 

@@ -11,9 +11,9 @@ from collections import OrderedDict
 
 from omlxd.policy.prefix_groups import Group
 
-_SLACK_PART = 0.001  # how far behind LRU a trial may fall, as a part of all blocks asked for
+_SLACK_PART = 0.0005  # how far behind LRU a trial may fall, as a part of all blocks asked for, its worst request aside
 _CREDIT_PART = 0.02  # how much of a lead it may lose again later, likewise
-_DEBT_PART = 0.002  # how far behind LRU all may be when another trial begins, likewise
+_DEBT_PART = 0.002  # how far behind LRU all may be when another trial begins, likewise, the worst request of all aside
 _PAUSE = 0.25  # the first pause between two trials, as a part of all blocks asked for; each further one is twice that
 _LEARN_FIRST = 40  # requests that used something again, before which nothing is predicted
 _HORIZON = 4_000_000  # blocks asked for after which all that was counts half
@@ -24,16 +24,19 @@ class Guard:
 
     It begins as LRU, until there is something to learn from. Then the predictions are on trial. A trial that falls
     behind by the slack ends; the policy then does as LRU for a while, longer after each trial that ends so, and
-    tries again, unless all trials together have cost too much already. So predictions that never hold cost a
-    bounded part of all hits, whatever the workload, and a good trial that a few long requests ended by chance
-    costs one short pause.
+    tries again, unless all trials together have cost too much already. One request proves nothing, however long it
+    is: the worst one is left out of both accounts. So predictions that never hold cost a bounded part of all hits
+    and two requests, whatever the workload, and a good trial that a few long requests ended by chance costs one
+    short pause.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._asked = 0.0
         self._lead = 0.0  # of all that was
+        self._worst = 0.0  # difference of one request, at most 0,
         self._trial_lead = 0.0
+        self._trial_worst = 0.0  # and of one of this trial
         self._retry_at = 0.0
         self._pause = _PAUSE
         self._groups: OrderedDict[Group, None] = OrderedDict()  # those of which LRU has something, oldest first
@@ -50,27 +53,31 @@ class Guard:
         self._asked += asked
         difference = hits - shadow_hits if compare else 0
         self._lead += difference
+        self._worst = min(self._worst, difference)
         if not self.lru_leads:
             if compare:
                 self._judge(difference)
         else:
             self._hits += reused
-            in_debt = self._lead < -_DEBT_PART * self._asked
+            in_debt = self._lead - self._worst < -_DEBT_PART * self._asked
             if self._asked >= self._retry_at and self._hits >= _LEARN_FIRST and not in_debt:
                 self.lru_leads = False
-                self._trial_lead = 0.0
+                self._trial_lead = self._trial_worst = 0.0
         if self._asked > _HORIZON:
             self._asked *= 0.5
             self._lead *= 0.5
+            self._worst *= 0.5
             self._trial_lead *= 0.5
+            self._trial_worst *= 0.5
             self._retry_at *= 0.5
 
     def _judge(self, difference: int) -> None:
         self._trial_lead = min(self._trial_lead + difference, _CREDIT_PART * self._asked)
+        self._trial_worst = min(self._trial_worst, difference)
         slack = _SLACK_PART * self._asked
         if self._trial_lead > slack:
             self._pause = _PAUSE
-        elif self._trial_lead < -slack:
+        elif self._trial_lead - self._trial_worst < -slack:
             self.lru_leads = True
             self._retry_at = (1.0 + self._pause) * self._asked
             self._pause *= 2.0
@@ -116,5 +123,5 @@ class Guard:
             setattr(self, name, type(getattr(self, name))(number))
 
 
-_SAVED = ("_asked", "_lead", "_trial_lead", "_retry_at", "_pause", "_hits", "lru_leads")
+_SAVED = ("_asked", "_lead", "_worst", "_trial_lead", "_trial_worst", "_retry_at", "_pause", "_hits", "lru_leads")
 NUM_SAVED = len(_SAVED)

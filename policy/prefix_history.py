@@ -121,14 +121,15 @@ class History:
         if isinstance(group, Path):
             group.nodes[node.place] = None
             uses, lru_has_it = 2, resident
-            gap = 1
+            gap, turns = 1, 2
         else:
             path.taken[group] = path.taken.get(group, 0) + 1
             uses, gap = group.uses + 1, rhythm(group, bin_of(self.now + 1 - group.since))
+            turns = group.turns + 1
             lru_has_it = self._detach(node, group)
         if path.known == len(path.nodes):
             path.known += 1
-            path.gap = gap
+            path.gap, path.turns = gap, turns
         if path.leading:
             if resident:
                 path.hits += 1
@@ -199,7 +200,7 @@ class History:
         groups = []
         for start, stop, kind, uses in stretches(path):
             group_class = self.model.of(path_features(path, kind, uses))
-            groups.append(self._make_group(path.nodes[start:stop], group_class, uses))
+            groups.append(self._make_group(path.nodes[start:stop], group_class, uses, path.turns))
         for group in reversed(groups):
             self.begin(group)
         path.groups = groups
@@ -237,8 +238,8 @@ class History:
                 nodes += kept
         path.nodes, path.runs = nodes, moved
 
-    def _make_group(self, nodes: list[Node | None], group_class: GroupClass, uses: int) -> Group:
-        group = Group(nodes, group_class, uses, self.now, 0)
+    def _make_group(self, nodes: list[Node | None], group_class: GroupClass, uses: int, turns: int) -> Group:
+        group = Group(nodes, group_class, uses, self.now, 0, turns)
         edge = -1
         for place, node in enumerate(nodes):
             assert node is not None

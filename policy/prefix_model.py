@@ -35,13 +35,13 @@ NUM_BINS = 22
 """Ages up to 2^20 requests, an octave each; what is older shares the last bin."""
 
 _KERNEL = 0.36  # weight of a bin's neighbour in its factor; of the next one 0.36 squared, ...
-_TRUST = 2.0  # imagined events that speak for the parent's hazard
+_TRUST = 1.4  # imagined events that speak for the parent's hazard
 _ROOT_TRUST = 5.0  # imagined groups that speak for the bin before
 _PRIOR = 0.05  # hazard of a bin of which nothing is known
 _FADE = 0.8  # hazard of a bin in terms of the bin before, where nothing else is known
 _CERTAIN = 0.95  # no hazard is higher
 _RENEW_GROWTH = 0.05  # a class is looked at again when its counts have grown by this part
-_RENEW_MINIMUM = 3.0  # and by this much
+_RENEW_MINIMUM = 2.0  # and by this much
 _FORGET_AT = 50_000.0  # events at which all counts are halved, so that the past weighs less and less
 
 

@@ -22,6 +22,7 @@ class SavedGroup:
 
     features: tuple[int, ...]
     uses: int
+    turns: int
     since: int
     parent: bytes | None
     """Key of the block before the first one."""
@@ -49,13 +50,15 @@ class PrefixState:
                 before = nodes[0].parent
                 parent = before.key if before is not None else None
                 keys = [node.key for node in nodes]
-                groups.append(SavedGroup(group.group_class.features, group.uses, group.since, parent, keys))
+                groups.append(
+                    SavedGroup(group.group_class.features, group.uses, group.turns, group.since, parent, keys)
+                )
         order = [node.key for node in history.residents()]
         return cls(order, history.now, groups, history.model, history.guard.state())
 
     def pack(self) -> dict[str, object]:
         """As msgpack can pack it."""
-        groups = [[list(g.features), g.uses, g.since, g.parent, g.keys] for g in self.groups]
+        groups = [[list(g.features), g.uses, g.turns, g.since, g.parent, g.keys] for g in self.groups]
         return {
             "order": self.order,
             "now": self.now,
@@ -95,7 +98,7 @@ class PrefixState:
             keys = [key for key in dict.fromkeys(saved.keys) if key in residents and key not in history.nodes]
             if not keys:
                 continue
-            group = Group([], history.model.of(saved.features), saved.uses, saved.since, 0)
+            group = Group([], history.model.of(saved.features), saved.uses, saved.since, 0, saved.turns)
             previous: Node | None = None
             for place, key in enumerate(keys):
                 history.nodes[key] = node = Node(key, group, place)
@@ -118,14 +121,15 @@ class PrefixState:
 
 
 def _unpack_group(item: object, now: int) -> SavedGroup:
-    if isinstance(item, list | tuple) and len(item) == 5:
-        features, uses, since, parent, keys = item
+    if isinstance(item, list | tuple) and len(item) == 6:
+        features, uses, turns, since, parent, keys = item
         if (
             isinstance(uses, int)
+            and isinstance(turns, int)
             and isinstance(since, int)
             and since <= now
             and (parent is None or isinstance(parent, bytes))
             and is_features(features)
         ):
-            return SavedGroup(tuple(features), uses, since, parent, state_keys({"keys": keys}, "keys"))
+            return SavedGroup(tuple(features), uses, turns, since, parent, state_keys({"keys": keys}, "keys"))
     raise ValueError(f"policy state: {item!r} is no group; {_DISCARD}")
