@@ -8,7 +8,10 @@ import pytest
 from omlxd.lab.replay import replay_ram
 from omlxd.policy.base import ChunkStatus, RequestContext
 from omlxd.policy.prefix import PrefixCachePolicy
+from omlxd.policy.prefix_groups import Group
+from omlxd.policy.prefix_guard import NUM_SAVED
 from omlxd.policy.prefix_history import GHOSTS_PER_BLOCK
+from omlxd.policy.prefix_model import GAP, MOST_GAP
 from omlxd.storage.chunks import ChunkManager, Lookup
 from tests.policy.prefix_checks import check_history
 from tests.policy.workloads import WORKLOADS, workload
@@ -51,6 +54,11 @@ def learnt(policy: PrefixCachePolicy) -> dict[object, object]:
         if any(events) or any(entries):
             counts[str(features)] = (events, entries)
     return counts
+
+
+def turns_of(policy: PrefixCachePolicy) -> dict[bytes, int]:
+    groups = {key: policy._history.nodes[key].group for key, _ in policy.chunks()}
+    return {key: group.turns for key, group in groups.items() if isinstance(group, Group)}
 
 
 def manager_of(size: int) -> tuple[ChunkManager, PrefixCachePolicy]:
@@ -180,6 +188,45 @@ def test_nothing_is_written_to_a_full_ssd_that_is_worth_less_than_what_it_has() 
     assert policy.worth_writing(tail), "there is room that nobody needs"
 
 
+def test_a_group_is_judged_once_and_anew_when_it_was_used_again() -> None:
+    """What leaves RAM first is a group's tail, and its head later, at an age that speaks against it: a tail alone is lost."""
+    _, policy = taught()
+    for number in range(12 - policy._history.num_residents):
+        policy.insert(f"fill-{number}".encode(), ChunkStatus(100 + number))
+    chain = keys("system", 8)
+    *heads, tail = chain[:-1]  # the last block of a path is a group by itself
+    assert policy.worth_writing(tail)
+    for number in range(4_000):  # it gets so old that it would not be worth it now
+        policy.touch(keys(f"later {number}", 1))
+    assert all(policy.worth_writing(head) for head in heads)
+    other = keys("399", 4)
+    assert not policy.worth_writing(other[-2])
+    assert not policy.worth_writing(other[0])
+    for _ in range(3):
+        policy.touch(other)
+    assert policy.worth_writing(other[0])
+
+
+def test_the_pace_of_a_chain_of_many_turns_is_not_changed_by_one_pause() -> None:
+    paces = []
+    for turns in (3, 12):
+        _, policy = manager_of(400)
+        chain: list[bytes] = []
+        for turn in range(turns):
+            chain = keys("talk", 2 * turn + 2)
+            policy.touch(chain)
+        for number in range(31):  # a pause of 32 requests
+            policy.touch(keys(f"other {number}", 1))
+        policy.touch([*chain, b"more"])
+        group = policy._history.nodes[b"more"].group
+        assert isinstance(group, Group)
+        assert group.turns == turns + 1
+        paces.append(group.group_class.features[GAP])
+    short, long = paces
+    assert short == MOST_GAP
+    assert 1 < long < MOST_GAP
+
+
 def test_what_was_learnt_survives_a_restart_and_costs_little() -> None:
     manager, policy = taught()
     packed = msgpack.packb(policy.state())
@@ -187,6 +234,7 @@ def test_what_was_learnt_survives_a_restart_and_costs_little() -> None:
     again = PrefixCachePolicy(12)
     again.restore_state(msgpack.unpackb(packed), residents)
     assert learnt(again) == learnt(policy)
+    assert turns_of(again) == turns_of(policy) != {}
     assert not again._history.guard.lru_leads
     assert [key for key, _ in again.chunks()] == [key for key, _ in policy.chunks()]
     assert len(packed) < 200_000, "what is kept does not grow with the requests"
@@ -198,7 +246,7 @@ def test_what_was_learnt_survives_a_restart_and_costs_little() -> None:
     ("field", "value"),
     [
         ("guard", [0.0] * 6),
-        ("guard", [float("inf")] * 7),
+        ("guard", [float("inf")] * NUM_SAVED),
         ("guard", "six"),
         ("model", [[[0, 1], [0.0], [0.0]]]),
         ("model", 7),
