@@ -11,7 +11,7 @@ from collections import OrderedDict
 
 from omlxd.policy.prefix_groups import Group
 
-_SLACK_PART = 0.0005  # how far behind LRU a trial may fall, as a part of all blocks asked for, its worst request aside
+_SLACK_PART = 0.0002  # how far behind LRU a trial may fall, as a part of all blocks asked for, its worst request aside
 _CREDIT_PART = 0.02  # how much of a lead it may lose again later, likewise
 _DEBT_PART = 0.002  # how far behind LRU all may be when another trial begins, likewise, the worst request of all aside
 _PAUSE = 0.25  # the first pause between two trials, as a part of all blocks asked for; each further one is twice that

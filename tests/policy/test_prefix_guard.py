@@ -25,9 +25,9 @@ def test_what_is_lost_in_several_requests_ends_it() -> None:
     guard = on_trial()
     requests = 0
     while not guard.lru_leads and requests < 20:
-        guard.settle(100, 0, 10, True, compare=True)
+        guard.settle(100, 0, 3, True, compare=True)
         requests += 1
-    assert 3 <= requests <= 5  # the worst is left out; of 40,000 blocks 20 may be lost
+    assert requests == 4  # the worst is left out; of 40,000 blocks 8 may be lost
     before = guard.state()
     again = Guard(1_000)
     again.restore(*before)
