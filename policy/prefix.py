@@ -18,7 +18,7 @@ from omlxd.policy.prefix_history import History
 from omlxd.policy.prefix_model import gain_over_rent
 from omlxd.policy.prefix_state import PrefixState
 
-WEAR = 217.0
+WEAR = 216.0
 """Uses that a block must promise beyond the rent of its room to be worth a write to an SSD which all that is new
 would fill within one request. The price of a write is a share of the disk's life, and a disk of twice the size
 may be written twice as much; so it falls with the time in which the new would fill it.
