@@ -125,16 +125,13 @@ class Index:
             parent = find(entry.parent)
             if parent is None:
                 self.waiting.setdefault(entry.parent, {})[entry] = None
-            elif parent.children is None and parent.position < entry.position:  # as _adopt does it, without the call
-                entry.parent = parent.key
-                parent.children = entry
             else:
                 _adopt(parent, entry)
-        members: dict[int, list[Entry]] = {id(space): [] for space in self.spaces.values()}
+        members: dict[int, list[Entry]] = {space.number: [] for space in self.spaces.values()}
         for entry in entries:
-            members[id(entry.space)].append(entry)
+            members[entry.space.number].append(entry)
         for space in self.spaces.values():
-            mine = members[id(space)]
+            mine = members[space.number]
             space.blocks = len(mine)
             space.nbytes = sum([entry.nbytes for entry in mine])
             space.stored_bytes = sum([entry.stored_bytes for entry in mine])
