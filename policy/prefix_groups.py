@@ -64,7 +64,7 @@ class Group:
     )
 
     def __init__(
-        self, nodes: list[Node | None], group_class: GroupClass, uses: int, since: int, rank: int, turns: int = 1
+        self, nodes: list[Node | None], group_class: GroupClass, uses: int, since: int, rank: int, turns: int
     ) -> None:
         self.nodes = nodes
         self.group_class = group_class

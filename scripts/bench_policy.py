@@ -121,7 +121,9 @@ def measure_hashes() -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="scripts/bench policy", description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
-    parser.add_argument("--policy", default="lru,arc,prefix", help=f"names, comma separated: {', '.join(policy_names())}")
+    parser.add_argument(
+        "--policy", default="lru,arc,prefix", help=f"names, comma separated: {', '.join(policy_names())}"
+    )
     options = parser.parse_args()
     names = [name for name in options.policy.split(",") if name]
     measured = {name: measure_policy(name) for name in names}

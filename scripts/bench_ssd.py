@@ -57,6 +57,7 @@ NAMESPACE = b"b" * 32
 SMALL_BLOCK = 64 << 10
 RESTORES_AT_ONCE = 4
 CODERS = 2
+"""As many as the daemon has (storage/tiers.py)."""
 
 Figures = dict[str, object]
 

@@ -14,44 +14,41 @@ from omlxd.storage import ssd_early_write
 from omlxd.storage.environment import Durability, Environment
 from omlxd.storage.ssd_early_write import WORTHWHILE, writing_early
 from omlxd.storage.ssd_payload import locate
-from omlxd.storage.ssd_transaction import WriteTransaction
 from tests.storage.ssd_store import key_of, payload_of
-from tests.storage.test_environment import read, record_of
+from tests.storage.test_environment import put, read
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
-    """Descriptor and thread of each request to the kernel."""
-    calls: list[tuple[int, str]] = []
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The descriptor of each request to the kernel."""
+    calls: list[int] = []
 
     def call(descriptor: int, offset: int, nbytes: int, flags: int) -> int:
-        calls.append((descriptor, threading.current_thread().name))
+        calls.append(descriptor)
         return -1  # errors are left for who syncs
 
     monkeypatch.setattr(ssd_early_write, "_sync_file_range", lambda: call)
     return calls
 
 
-def wait_for(calls: list[tuple[int, str]], count: int) -> None:
+def wait_for(calls: list[int], count: int) -> None:
     until = time.monotonic() + 10
     while len(calls) < count:
         assert time.monotonic() < until, f"the kernel was asked {len(calls)} times, not {count}"
         time.sleep(0.001)
 
 
-def test_kernel_is_asked_again_and_again_until_the_block_ends(asked: list[tuple[int, str]]) -> None:
+def test_kernel_is_asked_again_and_again_until_the_block_ends(asked: list[int]) -> None:
     with writing_early(17, WORTHWHILE):
         wait_for(asked, 3)
     before = len(asked)
     time.sleep(0.05)
     assert len(asked) == before
-    assert {descriptor for descriptor, _ in asked} == {17}
+    assert set(asked) == {17}
     assert not any(thread.name == "omlxd-early-write" for thread in threading.enumerate())
 
 
-def test_small_commits_and_systems_without_it_do_without(
-    asked: list[tuple[int, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_small_commits_and_systems_without_it_do_without(asked: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     with writing_early(17, WORTHWHILE - 1):
         time.sleep(0.05)
     assert not asked
@@ -60,9 +57,7 @@ def test_small_commits_and_systems_without_it_do_without(
         assert not any(thread.name == "omlxd-early-write" for thread in threading.enumerate())
 
 
-def test_without_a_thread_to_be_had_the_commit_goes_on(
-    asked: list[tuple[int, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_thread_to_be_had_the_commit_goes_on(asked: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     def start(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -100,8 +95,7 @@ def test_large_commits_have_it_where_each_is_synced(
     environment = Environment(tmp_path, map_bytes=128 << 20, durability=durability)
     try:
         key, nbytes = key_of(1, 0), 32 << 20
-        with WriteTransaction(environment) as txn:
-            txn.put_block(record_of(key, nbytes), [payload_of(key, nbytes)])
+        put(environment, (key, nbytes))
         assert offered == [nbytes if durability == "commit" else 0]
         assert read(environment, locate(environment, key)) == payload_of(key, nbytes)
     finally:
